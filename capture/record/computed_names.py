@@ -67,7 +67,7 @@ class ComputedNames:
         replaced |= {vars: _function(self._vars), dir: _function(self._dir), globals: _function(self._globals)}
         replaced |= {each: self._running(each) for each in (eval, exec)}
         replaced |= {super: _function(self._super)}
-        replaced[__import__] = self._importing(__import__)
+        replaced[__import__] = self._importing(__import__, _imported)
         for original, new in replaced.items():
             setattr(new, ORIGINAL, original)
         return {original.__name__: new for original, new in replaced.items()}
@@ -75,7 +75,7 @@ class ComputedNames:
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(owner, name, replacement) of functions of Python's modules."""
         yield inspect, "getattr_static", self._by_text(inspect.getattr_static)
-        yield importlib, "import_module", self._importing(importlib.import_module)
+        yield importlib, "import_module", self._importing(importlib.import_module, _loaded)
         for owner, name in ((operator, "attrgetter"), (operator, "methodcaller")):
             yield owner, name, self._getter(getattr(owner, name))
         for owner, name in ((copy, "copy"), (dataclasses, "replace")):
@@ -194,14 +194,18 @@ class ComputedNames:
 
         return run
 
-    def _importing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``importlib.import_module`` and ``__import__``: which module they load is known only now."""
+    def _importing(self, original: Callable[..., Any], full_name: Callable[..., str]) -> Callable[..., Any]:
+        """``importlib.import_module`` and ``__import__``: which module they load is known only now.
 
-        def load(name: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(name, *map(original_of, args), **kwargs)
+        Args:
+            full_name: gives the name of the module, from the same arguments.
+        """
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tuple(map(original_of, args)), {name: original_of(value) for name, value in kwargs.items()}
+            found = original(*args, **kwargs)
             if self._intercepts() and called_by_user():
-                package = kwargs.get("package", args[0] if args else None)
-                parts = (importlib.util.resolve_name(name, package) if name[:1] == "." else name).split(".")
+                parts = full_name(*args, **kwargs).split(".")
                 for at in range(len(parts)):
                     self._state.asked.module(".".join(parts[: at + 1]))
             return found
@@ -272,6 +276,16 @@ class _Super(super):
             return value
         asks, owner = object.__getattribute__(self, "asks"), object.__getattribute__(self, "__self__")
         return functools.partial(asks(lambda owner, *given: value(*given)), owner)
+
+
+def _loaded(name: str, package: str | None = None) -> str:
+    """The name of the module that ``importlib.import_module`` loads."""
+    return importlib.util.resolve_name(name, package)
+
+
+def _imported(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> str:
+    """The name of the module that ``__import__`` loads."""
+    return importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__")) if level else name
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,7 +92,10 @@ def held_references_replaced(
 
 
 class StandIn:
-    """Stands in for an object; ``weft_original`` is the original."""
+    """Stands in for an object; ``weft_original`` is the original, ``weft_place`` where each call finds its own, if that
+    is another one."""
+
+    weft_place: Any = None
 
     def __init__(self, original: Any) -> None:
         self.weft_original = original

@@ -86,16 +86,16 @@ class OutsideObjects:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if not isinstance(stream, (StandIn, type(None))):
-                stand_in = _ObjectStandIn(stream, _FILE, self, name)
+                stand_in = _ObjectStandIn(stream, _FILE, self, _StreamOfPython(name))
                 yield sys, name, stand_in
                 if getattr(sys, f"__{name}__") is stream:  # as code asks where nobody redirects it
                     yield sys, f"__{name}__", stand_in
 
 
 class _ObjectStandIn(StandIn):
-    def __init__(self, original: Any, use: _Use, objects: OutsideObjects, stream: str | None = None) -> None:
+    def __init__(self, original: Any, use: _Use, objects: OutsideObjects, place: _StreamOfPython | None = None) -> None:
         super().__init__(original)
-        self._use, self._objects, self._stream = use, objects, stream
+        self._use, self._objects, self.weft_place = use, objects, place
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -117,7 +117,7 @@ class _ObjectStandIn(StandIn):
         value = getattr(self.weft_original, name)
         if not callable(value) or name in _HARMLESS:
             return value
-        use, objects, stream = self._use, self._objects, self._stream
+        use, objects, place = self._use, self._objects, self.weft_place
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not objects.counts():
@@ -126,21 +126,37 @@ class _ObjectStandIn(StandIn):
                 what = f"{name.strip('_')}() of {use.name}"
                 why = "it would happen once only, in the capture"
                 raise UncapturableDraw(what, user_line(), why, use.remedy)
-            opaque(value if stream is None else _Method(stream, name))(*args, **kwargs)
+            opaque(value if place is None else _Method(place, name))(*args, **kwargs)
             return len(args[0]) if name == "write" and args and isinstance(args[0], (str, bytes)) else None
 
         return call
 
 
+class _StreamOfPython:
+    """Where each call finds the stream that Python has under a name in ``sys``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def outer(self) -> Any:
+        """The stream of the present call."""
+        return getattr(sys, self.name)
+
+
 class _Method:
     """A method of the stream that Python has under a name when the method is called."""
 
-    def __init__(self, stream: str, name: str) -> None:
-        self._stream, self._name = stream, name
-        self.__name__ = self.__qualname__ = f"sys.{stream}.{name}"
+    def __init__(self, place: _StreamOfPython, name: str) -> None:
+        self._place, self._name = place, name
+        self.__name__ = self.__qualname__ = f"sys.{place.name}.{name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        getattr(getattr(sys, self._stream), self._name)(*args, **kwargs)
+        getattr(self._place.outer(), self._name)(*args, **kwargs)
+
+
+def is_made_by_step(stream: Any) -> bool:
+    """Whether a step that is captured made a stream itself: it then has no stand-in."""
+    return issubclass(type(stream), io.IOBase)
 
 
 def _is_repeated(name: str, repeated: frozenset[str]) -> bool:

@@ -5,7 +5,8 @@ by code of the user's or of libraries, are recorded as :func:`weft.opaque` recor
 every step, with the numbers of that step. A message that is already text by then (an f-string) has marks in the place
 of numbers (:mod:`weft.capture.record.late_text`). Where text is not only printed, logged or returned, that of a number
 whose value is known is the text of the value, which is then a guard; of a tensor, or of a number that only the data
-decides, it is refused. Files are not opened in a captured step.
+decides, it is refused. So it is with what the step prints to a stream that it made, which the capture writes to. Files
+are not opened in a captured step.
 
 What runs once in eager too is left alone: the code of a module that the step imports, and loggers that a function with
 ``functools.lru_cache`` calls (``logger.warning_once``).
@@ -29,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.capture.record.late_text import is_late, late_text, text_by
 from weft.capture.record.opaque import opaque
+from weft.capture.record.outside_objects import is_made_by_step
 from weft.capture.record.plain_numbers import NumpyFloat, numpy_float, plain_number
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
@@ -53,6 +55,8 @@ def text_of_tensor(function: Callable[..., Any], args: tuple[Any, ...]) -> str |
     frame = sys._getframe(2)
     while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:
         frame = frame.f_back
+    if frame.f_code.co_filename == __file__:  # `print` to a stream that the step made
+        raise TextOfValue(user_line())
     frame = formatting_frame(frame)
     if not is_user_file(frame.f_code.co_filename):
         return None
@@ -112,7 +116,15 @@ def _by_user() -> bool:
 
 def _print_through(original: Callable[..., None]) -> Callable[..., None]:
     def print(*args: Any, **kwargs: Any) -> None:
-        (_repeated(original, args, kwargs) if _by_user() else original)(*args, **kwargs)
+        if not _by_user():
+            return original(*args, **kwargs)
+        if kwargs.get("file") is None:
+            kwargs["file"] = sys.stdout  # the step may have redirected it, which no call does
+        if is_made_by_step(kwargs["file"]):
+            if is_late((*args, *kwargs.values())):
+                raise TextOfValue(user_line())
+            return original(*args, **kwargs)
+        return _repeated(original, args, kwargs)(*args, **kwargs)
 
     return print
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.record.held_references import original_of
+from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import slot_of_iterator
@@ -28,6 +28,7 @@ from weft.capture.record.template_parts import (
     CopiedObject,
     MadeObject,
     OutputSlot,
+    OwnObject,
     StateReference,
     SubclassParts,
     Template,
@@ -142,6 +143,8 @@ class _Making:
             return OutputSlot(self._keep(self._all.recorder.value(value)), of_numpy=kind is NumpyFloat)
         if (iterator := slot_of_iterator(value)) is not None:
             return iterator
+        if isinstance(value, StandIn) and value.weft_place is not None:
+            return OwnObject(value.weft_place)
         return self._object(original_of(value))
 
     def _object(self, value: Any) -> Any:

@@ -26,6 +26,7 @@ from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, p
 from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.replaced_functions import original_function
 from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.shown_symbols import ShownSymbols
 from weft.capture.record.size_arguments import SIZE_FUNCTIONS, is_resized
@@ -84,7 +85,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, kwargs = self._arrays.torch_function(func, args, kwargs or {})
+        func, args, kwargs = self._arrays.torch_function(original_function(func), args, kwargs or {})
         if kwargs and isinstance(generator := kwargs.get("generator"), StandIn):
             kwargs = {**kwargs, "generator": generator.weft_original}
         if func in _LOOKED_INTO:  # most calls are others: they read an attribute of a tensor

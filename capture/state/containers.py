@@ -383,13 +383,28 @@ class Attributes(Container):
         return all(map(is_, map(getattr, repeat(obj), before, repeat(MISSING)), before.values()))
 
     def set(self, key: Any, value: Any) -> None:
-        """Assign an attribute."""
-        setattr(self.obj, key, value)
+        """Assign an attribute. No ``__setattr__`` of the user's runs: what it does has been done once."""
+        if isinstance(self.obj, type):
+            type.__setattr__(self.obj, key, value)
+        elif (slot := self._slot(key)) is not None:
+            slot.__set__(self.obj, value)
+        else:
+            setattr(self.obj, key, value)
 
     def remove(self, key: Any) -> None:
-        """Delete an attribute."""
-        if hasattr(self.obj, key):
+        """Delete an attribute, in the same way."""
+        if self.get(key) is MISSING:
+            return
+        if isinstance(self.obj, type):
+            type.__delattr__(self.obj, key)
+        elif (slot := self._slot(key)) is not None:
+            slot.__delete__(self.obj)
+        else:
             delattr(self.obj, key)
+
+    def _slot(self, key: Any) -> types.MemberDescriptorType | None:
+        found = next((vars(base)[key] for base in type(self.obj).__mro__ if key in vars(base)), None)
+        return found if isinstance(found, types.MemberDescriptorType) else None
 
 
 class LoadedModules(Container):

@@ -28,7 +28,6 @@ from torch.utils._sympy.functions import FloorDiv
 from weft.inductor.loop_ir.axes import AxisExpression, integer, size_hint, substitute_values
 from weft.inductor.loop_ir.ir import (
     Call,
-    Const,
     Index,
     Int,
     Position,
@@ -248,15 +247,17 @@ class StagedReduction:
 
     def part_length(self) -> Value:
         """How many elements a part has (int64), in the nest of the first stage."""
-        mask = self._mask()
-        _, inner = self._inner
-        if mask is None:
-            return integer(math.prod(self._inner[0][axis] for axis in inner))
-        one = Call("where", (mask, Const(1, torch.int64), Const(0, torch.int64)), torch.int64)
-        length = math.prod(self._inner[0][axis] for axis in inner if axis < len(self.whole))
-        # Only the split axis has a tail; the others count in full.
-        counted = Reduce("sum", (one,), [axis for axis in inner if axis >= len(self.whole)], torch.int64)
-        return counted if length == 1 else Call("mul", (counted, integer(length)), torch.int64)
+        whole = lambda op, *args: Call(op, args, torch.int64)
+        sizes, inner = self._inner
+        for axis, split in (self.splits or {}).items():
+            if split.masked_tail:
+                # Computed from the part's number: one kernel cannot count along this axis alone and sum along others.
+                left = whole("sub", integer(self.whole[axis]), whole("mul", Position(axis), integer(split.inner)))
+                length = whole("minimum", whole("maximum", left, integer(0)), integer(split.inner))
+                # The other reduced axes count in full.
+                others = math.prod(sizes[at] for at in inner if at < len(self.whole))
+                return length if others == 1 else whole("mul", length, integer(others))
+        return integer(math.prod(sizes[at] for at in inner))
 
 
 def _results(kind: str, args: Sequence[Value], over: Sequence[int]) -> list[Value]:

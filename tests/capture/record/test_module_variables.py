@@ -176,3 +176,29 @@ def test_modules_by_names_that_the_step_computes(
 
     eager = run(lambda step: step)
     assert run(weft.compile) == eager
+
+
+RELATIVE = """
+import importlib
+
+def by_the_builtin(name):
+    return __import__(name, globals(), locals(), ["v"], 1).v
+
+def by_importlib(name):
+    return importlib.import_module(f".{name}", package=__package__).v
+"""
+
+
+@pytest.mark.parametrize("name", ["by_the_builtin", "by_importlib"])
+def test_modules_by_relative_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = f"package_{name}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(RELATIVE)
+    (tmp_path / package / "inner.py").write_text("v = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load = getattr(importlib.import_module(package), name)
+    inner = importlib.import_module(f"{package}.inner")
+    compiled = weft.compile(lambda x: x * load("inn" + "er"))
+    for value in (2, 2, 5, 7):
+        inner.v = value  # type: ignore[attr-defined]
+        assert compiled(torch.ones(())).item() == value

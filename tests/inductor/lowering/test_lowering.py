@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Input, Return, Role
+from weft.inductor.codegen.kernel import supports
 from weft.inductor.loop_ir.ir import Reduce
 from weft.inductor.lowering import all_lowerings  # noqa: F401 - fills the table
 from weft.inductor.lowering.lower import lower
@@ -302,6 +303,18 @@ def test_two_stage_reductions_match_eager(shape: tuple[int, ...], dims: tuple[in
     stages = [item.nest for item in result.operations if isinstance(item, Loop) and item.node.name == first]
     assert len(stages) == 2
     assert all(any(isinstance(value, Reduce) for value in nest.values()) for nest in stages)
+
+
+@pytest.mark.parametrize("shape", [(10007, 3), (3, 10007), (101, 103, 5), (10007,)])
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_variances_of_all_elements_are_two_kernels(shape: tuple[int, ...], mode: str) -> None:
+    """Sizes without divisors, and symbolic ones: the last part of one axis is shorter, other axes are reduced too."""
+    variance = lambda x: torch.var_mean(x)
+    step = traced(variance, [_x(*shape)], mode)
+    result = lower(step, list(step.graph.nodes))
+    assert [supports(item.nest) for item in result.operations if isinstance(item, Loop)] == [None, None]
+    if mode == "fake":
+        compare(result, variance, [_x(*shape)], 2e-5)
 
 
 def test_two_stage_argmax_and_argmin_match_eager() -> None:
