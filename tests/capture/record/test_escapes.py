@@ -23,10 +23,8 @@ from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.tracer import capture_step
 from weft.errors import CannotCapture, CaptureValueEscaped, EscapedTensor, WeftError
 
-LOST = types.ModuleType("lost")  # what is reached through a function of a library only
-LOST.items = []  # type: ignore[attr-defined]
-LOST.box = queue.Queue()  # type: ignore[attr-defined]
-sys.modules["lost"] = LOST
+LOST: Any = types.SimpleNamespace(items=[], box=queue.Queue())  # reached through a dictionary of a library only
+sys._xoptions["lost"] = LOST
 
 
 def _alive() -> list[Any]:
@@ -101,12 +99,12 @@ def test_coroutines_are_not_returned() -> None:
 
 
 STORED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "in a list": lambda x: sys.modules["lost"].items.append(x * 2),
-    "in a list in a list": lambda x: sys.modules["lost"].items.append([{"a": x * 2}]),
-    "in a queue": lambda x: sys.modules["lost"].box.queue.append(x * 2),
-    "as a number": lambda x: sys.modules["lost"].items.append(x.sum().item()),
-    "as an attribute": lambda x: setattr(sys.modules["lost"], "new" + "name", x * 2),
-    "in a generator": lambda x: sys.modules["lost"].items.append(_numbered(x * 2)),
+    "in a list": lambda x: sys._xoptions["lost"].items.append(x * 2),
+    "in a list in a list": lambda x: sys._xoptions["lost"].items.append([{"a": x * 2}]),
+    "in a queue": lambda x: sys._xoptions["lost"].box.queue.append(x * 2),
+    "as a number": lambda x: sys._xoptions["lost"].items.append(x.sum().item()),
+    "as an attribute": lambda x: setattr(sys._xoptions["lost"], "new" + "name", x * 2),
+    "in a generator": lambda x: sys._xoptions["lost"].items.append(_numbered(x * 2)),
 }
 
 
@@ -152,7 +150,7 @@ def test_cycles_of_the_step_are_no_escape() -> None:
 
 def test_a_collection_inside_the_step_hides_nothing() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        sys.modules["lost"].items.append(x * 2)
+        sys._xoptions["lost"].items.append(x * 2)
         gc.collect()
         return x * 3
 
