@@ -123,8 +123,8 @@ class GeneratorDraw:
 
 
 def _drawn(generator: Any, method: str, args: Any, kwargs: Any) -> Any:
-    """The result of a method; a shuffled copy where the method shuffles."""
-    if method != "shuffle":
+    """The result of a method; a shuffled copy where one of Python's generators shuffles."""
+    if method != "shuffle" or not (generator is random or isinstance(generator, random.Random)):
         return getattr(generator, method)(*args, **kwargs)
     shuffled = [*args[0]]
     generator.shuffle(shuffled)
