@@ -6,12 +6,12 @@ All constants are measured on an H200 with torch 2.11 (cuDNN 9), bfloat16, chann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-ShapeOf = Callable[[torch.Tensor], tuple[int, ...]]
+from weft.inductor.cost.gemm_shapes import ShapeOf, each_dimension
 
 # Parts of the float32 rate without tensor cores that depthwise convolutions reach, in steps of ConvNeXt, EfficientNet
 # and MobileNetV3: 8.4 to 13.5 of 50 TFLOP/s forward, 4.1 to 7.2 for the gradient of the input.
@@ -77,5 +77,4 @@ def few_channels_seconds(
 
 def _stride(arguments: Mapping[str, Any]) -> int:
     """The pixels of the input for each of the result."""
-    stride, dimensions = arguments["stride"], arguments["weight"].dim() - 2
-    return math.prod([*stride] * (dimensions if len(stride) == 1 else 1))
+    return math.prod(each_dimension(arguments["stride"], arguments["weight"].dim() - 2))

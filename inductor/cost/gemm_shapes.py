@@ -208,7 +208,7 @@ def _convolution(arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Gemm]
         yield Gemm(groups, places, second * size, first // groups, math.gcd(_VECTOR, first, second))
         return
     numbers = ("stride", "padding", "dilation")
-    stride, padding, dilation = (_each(arguments[name], len(window)) for name in numbers)
+    stride, padding, dilation = (each_dimension(arguments[name], len(window)) for name in numbers)
     places = input_shape[0]
     for at, length in enumerate(input_shape[2:]):
         places *= (length + 2 * padding[at] - dilation[at] * (window[at] - 1) - 1) // stride[at] + 1
@@ -230,7 +230,7 @@ def _convolution_backward(arguments: dict[str, Any], shape_of: ShapeOf) -> Itera
         yield Gemm(groups, first // groups, second * size, places, aligned)
 
 
-def _each(numbers: Any, dimensions: int) -> list[int]:
+def each_dimension(numbers: Any, dimensions: int) -> list[int]:
     """One number per dimension; a single number counts for all dimensions."""
     return [*numbers] * (dimensions if len(numbers) == 1 else 1)
 

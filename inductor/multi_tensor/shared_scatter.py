@@ -3,7 +3,8 @@
 DeBERTa looks up the score of each pair of positions by their distance, with one index for all heads and samples. ATen
 scatters with an atomic addition for every element, and pairs far apart all add to one place. With one index for many
 lines the sums are a GEMM for each row of the index: the lines that share the row times the one-hot matrix of the row. A
-program multiplies a block of lines by a block of places. It begins at the first position whose index is one of its
+*line* is what has values of its own for each row (a head of a sample); a *place* is where a row's sums go. A program
+multiplies a block of lines by a block of places. It begins at the first position whose index is one of its
 places and ends at the last, so that an index that grows along its row, as distances do, costs little more than to read
 and write.
 
@@ -24,7 +25,7 @@ from weft.inductor.graph.serializable import serializable
 from weft.inductor.multi_tensor.launch_plan import CallArgument, CallResult, LaunchPlan, add_launch
 from weft.inductor.multi_tensor.operation import MultiTensor
 
-MAX_COUNT = 4096  # positions of a row, whose indices a program keeps in registers at first
+MAX_COUNT = 4096  # positions of a row, whose indices a program loads at once, into registers
 # Positions of the arguments of a call.
 VALUES, INDEX = range(2)
 
@@ -44,8 +45,7 @@ class SharedScatter(MultiTensor):
 
     Sum ``[l, r, k]`` is that of ``values[l, r, i]`` over all ``i`` with ``index[r, i] == k``. ``values`` (lines, rows,
     count) have any strides; ``index`` (rows, count), int32 or int64, is contiguous, with a ``count`` of at most
-    ``MAX_COUNT``. Indices outside of ``size`` are
-    ignored; ATen's kernels stop with an assertion there.
+    ``MAX_COUNT``. Indices outside of ``size`` are ignored; ATen's kernels stop with an assertion there.
     """
 
     size: int
