@@ -122,7 +122,52 @@ def with_metrics(wrap: Wrap) -> Any:
     return [step(*batch) for batch in _batches()], accuracy.compute(), mean.compute(), snapshot(model)
 
 
-@pytest.mark.parametrize("train", [with_a_wrapped_optimizer, with_accelerate, with_fabric, with_metrics])
+def with_low_rank_adapters(wrap: Wrap) -> Any:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(_model(), peft.LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.5))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = wrap(step)
+    torch.manual_seed(2)
+    return [step(*batch) for batch in _batches()], snapshot(model)
+
+
+LIBRARIES = [with_a_wrapped_optimizer, with_accelerate, with_fabric, with_metrics, with_low_rank_adapters]
+
+
+@pytest.mark.parametrize("train", LIBRARIES)
 def test_a_step_for_a_library_trains_as_in_eager(train: Callable[[Wrap], Any]) -> None:
     eager = train(lambda step: step)
     assert_equal(train(weft.compile), eager)
+
+
+@pytest.mark.parametrize("name", ["adabelief", "adafactor", "adan", "lamb", "lion", "madgrad", "nadamw"])
+def test_optimizers_of_timm_train_as_in_eager(name: str) -> None:
+    """They count steps in Python numbers."""
+    optimizers = pytest.importorskip("timm.optim")
+
+    def train(wrap: Wrap) -> Any:
+        model = _model()
+        optimizer = optimizers.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        wrapped = wrap(step)
+        losses = [wrapped(*batch) for batch in _batches(8)]
+        assert wrap is not weft.compile or len(wrapped.captures) <= 2
+        return losses, snapshot(model)
+
+    assert_equal(train(weft.compile), train(lambda step: step))
