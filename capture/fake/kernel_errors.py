@@ -20,7 +20,7 @@ from weft.torch_adapter import OpOverload
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
-_MOST_BYTES = 2**26
+_MOST_BYTES = 2**26  # of all operands, which are allocated and cleared
 
 
 class _UnknownOperand(Exception):

@@ -143,8 +143,9 @@ def subclasses_of(kind: type) -> Content:
 
 
 def settings_of(owner: types.ModuleType | type) -> list[tuple[Container, frozenset[str]]]:
-    """What counts of a module of Python's or numpy's, by the module or a class of it: the settings that decide what its
-    functions compute; with each the names of which code has one where it counts, none where it always does."""
+    """The settings that decide what functions of a module of Python's or numpy's compute, for the module or a class of
+    it. With each setting the names that read it: it is compared where the step's code has one of them, and always where
+    there are none."""
     if owner is sys:
         streams = Content(sys, "sys.stdout is sys.__stdout__", _read_streams, unchanged)
         return [(Container(vars(sys), "sys", _OF_SYS, label_of("sys")), frozenset()), (streams, _ASK_STREAMS)]
