@@ -1,14 +1,16 @@
-"""Constant folding of ``.item()``: numbers that Python reads from a tensor and that are equal at every call.
+"""Constant folding of ``.item()`` and ``.tolist()``: numbers that Python reads from a tensor, equal at every call.
 
-Libraries look at positions that they have just made by ``arange`` to see whether a sequence is packed. They draw a
-random number to decide whether a layer is dropped, with probability 0. Neither depends on an input of the step. The
-capture computes such a number at once from the nodes of the graph, so that the step's Python may branch on it.
+Libraries look at positions that they have just made by ``arange`` to see whether a sequence is packed. They put sizes
+into ``torch.tensor([...])``, join them by ``cat`` and read them back. They draw a random number to decide whether a
+layer is dropped, with probability 0. None of this depends on an input of the step. The capture computes such numbers at
+once from the nodes of the graph, so that the step's Python may branch on them, and use them as sizes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +30,25 @@ _COMPARISONS = {
 _LARGEST_DRAW = math.nextafter(1.0, 0.0)
 
 
-def constant_scalar(node: Node) -> Any:
-    """The number in the one-element tensor that ``node`` computes; None where inputs or random draws decide it."""
+Literals = dict[Node, torch.Tensor]
+
+
+def constant_scalar(node: Node, literals: Literals) -> Any:
+    """The number in the one-element tensor that ``node`` computes; None where inputs or random draws decide it.
+
+    Args:
+        literals: the placeholders of tensors that the step makes from Python numbers, with those.
+    """
     compared = _compared_draw(node)
     if compared is not None:
         return compared
-    sources = _constant_sources(node)
-    return None if sources is None else _computed(sources)
+    return constant_numbers(node, literals, torch.Tensor.item)
+
+
+def constant_numbers(node: Node, literals: Literals, read: Callable[[torch.Tensor], Any] = torch.Tensor.tolist) -> Any:
+    """What ``read`` gives for the tensor that ``node`` computes; None where inputs or random draws decide it."""
+    sources = _constant_sources(node, literals)
+    return None if sources is None else _computed(sources, literals, read)
 
 
 def _compared_draw(node: Node) -> bool | None:
@@ -49,7 +63,7 @@ def _compared_draw(node: Node) -> bool | None:
     return of_smallest if of_smallest == of_largest else None
 
 
-def _constant_sources(node: Node) -> list[Node] | None:
+def _constant_sources(node: Node, literals: Literals) -> list[Node] | None:
     """All nodes that ``node`` is computed from, in order, itself last; None where one of them is not constant."""
     found: dict[Node, None] = {}
     pending = [node]
@@ -58,7 +72,7 @@ def _constant_sources(node: Node) -> list[Node] | None:
         if current in found:
             pending.pop()
             continue
-        if not _is_constant(current):
+        if current not in literals and not _is_constant(current):
             return None
         missing = [used for used in current.all_input_nodes if used not in found]
         if not missing:
@@ -75,10 +89,13 @@ def _is_constant(node: Node) -> bool:
     return aten_kernel and not is_random(node) and not node.meta.get("effect")
 
 
-def _computed(nodes: list[Node]) -> Any:
+def _computed(nodes: list[Node], literals: Literals, read: Callable[[torch.Tensor], Any]) -> Any:
     values: dict[Node, Any] = {}
     with torch_adapter.only_mode(), torch.no_grad(), torch_adapter.no_autocast():
         for node in nodes:
+            if node in literals:
+                values[node] = literals[node]
+                continue
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return values[nodes[-1]].item()
+        return read(values[nodes[-1]])

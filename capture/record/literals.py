@@ -33,7 +33,9 @@ def record_literal(recorder: OpRecorder, literal: torch.Tensor) -> torch.Tensor:
     """The fake tensor that the step works with in place of a literal."""
     fake = torch_adapter.fake_like(recorder.fake_mode, literal)
     if literal.dim() or literal.dtype.is_complex or literal.layout is not torch.strided:
-        return recorder.storages.bind_fresh(fake, recorder.value(literal)).val
+        node = recorder.value(literal)
+        recorder.literals[node] = literal
+        return recorder.storages.bind_fresh(fake, node).val
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         number = literal.item()
     node = recorder.emit(aten.full.default, [], number, dtype=literal.dtype, device=literal.device, val=fake)

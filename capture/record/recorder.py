@@ -89,6 +89,7 @@ class OpRecorder(TorchDispatchMode):
         graph: the operations so far; late_texts: what marks in texts stand for; is_paused: whether recording is paused.
         symbols: the symbolic numbers and the nodes that compute them; storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
+        literals: those of tensors that the step makes from Python numbers.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
         module_path, input_name: asked for the module of a new node and for the name of a new placeholder.
         optimizing: whether ``optimizer.step()`` is running; float_tags: floats that stand for symbolic numbers.
@@ -122,6 +123,7 @@ class OpRecorder(TorchDispatchMode):
         self.runs_operation = False
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
+        self.literals: dict[torch.fx.Node, torch.Tensor] = {}
         self._results = FakeResultCache(fake_mode)
         self._widened = WidenedWrites(lambda op, args, kwargs: self._fake_result(facts_of(op), args, kwargs))
         self._gradients = ValueGradients()
@@ -268,7 +270,7 @@ class OpRecorder(TorchDispatchMode):
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
         operand = self.value(args[0])
-        constant = vars(args[0]).get(NUMBER, constant_scalar(operand))
+        constant = vars(args[0]).get(NUMBER, constant_scalar(operand, self.literals))
         if constant is not None:
             return constant
         out = op(*fakes)

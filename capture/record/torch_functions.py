@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from weft import torch_adapter
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_sources import ArraySources
+from weft.capture.record.constant_scalars import constant_numbers
 from weft.capture.record.float_arguments import FLOAT_FUNCTIONS, FloatArguments, Inside, has_symbolic_float
 from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_lists import HostList, tensor_of_list
@@ -172,6 +173,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         length = tensor.shape[0]
         if not isinstance(length, int):
             return tensor.tolist()
+        if (constants := constant_numbers(recorder.value(tensor), recorder.literals)) is not None:
+            return constants
         values = [torch_adapter.fresh_number(recorder.symbols.shape_env, tensor.dtype) for _ in range(length)]
         node = recorder.effect(to_list, tensor, val=values)
         for at, value in enumerate(values):
