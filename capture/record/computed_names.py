@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.capture.record.attribute_loads import loads_replaced
 from weft.capture.record.held_references import ORIGINAL, original_of
 from weft.capture.record.module_variables import ModuleVariables
+from weft.capture.record.scheduler_steps import count_for
 from weft.capture.state.code_names import code_names, functions_in, variables_of
 from weft.capture.state.contents import names_asked_by
 from weft.capture.state.object_parts import objects_in
@@ -213,9 +214,11 @@ class ComputedNames:
         return load
 
     def _of_scheduler(self, scheduler: Any, name: str) -> Any:
-        if self._intercepts():
-            self._state.schedulers.read(scheduler, name)
-        return object.__getattribute__(scheduler, name)
+        if not self._intercepts():
+            return object.__getattribute__(scheduler, name)
+        self._state.schedulers.read(scheduler, name)
+        value = object.__getattribute__(scheduler, name)
+        return count_for(scheduler, value, sys._getframe(2)) if name == "_step_count" else value
 
     def _class(self, obj: Any) -> Any:
         """The class of an object: of a number that changes ``int`` or ``float``, by which singledispatch chooses."""
