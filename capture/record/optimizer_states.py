@@ -151,6 +151,7 @@ class OptimizerStates:
             return
         with self._recorder.paused(*self._modes):
             made = torch_adapter.init_optimizer_state(optimizer)
+            _make_momentum(optimizer, missing)
         states = [value for p in missing for value in optimizer.state.get(p, {}).values()]
         if made and any(map(self._is_of_the_capture, states)):
             # Made from gradients, which are fakes here: it is made again in the step, and recorded there.
@@ -180,6 +181,37 @@ class OptimizerStates:
             return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
         inner = inner_tensor(value)[0]
         return isinstance(inner, FakeTensor) and (not self._modes or was_tracked(inner))
+
+
+def _make_momentum(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Allocate the momentum of torch's SGD, with values that its first step and its later ones take alike.
+
+    The first step copies the gradient; later ones compute ``momentum * buffer + (1 - dampening) * gradient``. Without
+    dampening that is the gradient in every bit, the signs of zeros among them, where the buffer holds -0.0. On a CPU
+    torch's fused kernel computes something else in half precision (torch 2.13): there the graph makes the momentum.
+    """
+    sgd, kind = torch.optim.SGD, type(optimizer)
+    if not isinstance(optimizer, sgd) or kind.step is not sgd.step or kind._init_group is not sgd._init_group:
+        return
+    for group in optimizer.param_groups:
+        momentum, dampening = group["momentum"], group["dampening"]
+        plain = type(dampening) in (int, float) and not group["differentiable"]
+        if not plain or dampening != 0 or not momentum > 0:
+            continue
+        mine = set(map(id, group["params"]))
+        for p in (each for each in parameters if id(each) in mine and _is_laid_out_like(each, each.grad)):
+            if group["fused"] and p.device.type == "cpu" and p.dtype not in (torch.float32, torch.float64):
+                continue
+            optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0, requires_grad=False)
+
+
+def _is_laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    """Whether a copy of a gradient has the type, dtype, device and strides of a dense copy of its parameter."""
+    own, other = inner_tensor(parameter)[0], inner_tensor(gradient)[0] if gradient is not None else None
+    if other is None or other.layout is not torch.strided or own.layout is not torch.strided:
+        return False
+    facts = ((each.dtype, each.device, each.shape, torch.empty_like(each).stride()) for each in (own, other))
+    return next(facts) == next(facts)
 
 
 def remove(created: list[Entry]) -> None:

@@ -132,8 +132,71 @@ def _loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_eager(name: str) -> None:
     # Where the first step differs from the others (it makes the state itself), it is a graph of its own.
-    late = name == "own" or name in ("sgd momentum", "sgd nesterov", "sgd momentum fused")
-    both_ways(training(_loss, optimizer=OPTIMIZERS[name]), batches(4), captures=2 if late else 1)
+    both_ways(training(_loss, optimizer=OPTIMIZERS[name]), batches(4), captures=2 if name == "own" else 1)
+
+
+SGD: dict[str, dict[str, Any]] = {
+    "one by one": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "nesterov": {"nesterov": True},
+    "maximize": {"maximize": True},
+    "weight decay": {"weight_decay": 0.1},
+    "dampening": {"dampening": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SGD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_of_sgd_with_momentum_has_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
+    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-42, -1e-42, 3.0e38, -0.1]
+    gradient = torch.tensor(special, dtype=dtype).repeat(2, 1)
+    as_bits = torch.int32 if dtype is torch.float32 else torch.int16
+
+    def run(wrap: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+        weights = [torch.zeros(2, len(special), dtype=dtype), torch.ones(len(special), 2, dtype=dtype).T]
+        model = torch.nn.ParameterList(weights)
+        optimizer = optim.SGD(model.parameters(), lr=0.1, **{"momentum": 0.9, **SGD[name]})
+
+        def step() -> None:
+            for weight in model:
+                (weight * gradient).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step, found = wrap(step), []
+        for _ in range(3):
+            step()
+            kept = [*model, *(optimizer.state[p]["momentum_buffer"] for p in model)]
+            found += [(each.detach().view(as_bits).tolist(), each.stride(), each.dtype) for each in kept]
+        return step, found
+
+    step, found = run(weft.compile)
+    expected = run(lambda step: step)[1]
+    if name == "fused" and dtype is torch.bfloat16:  # torch's kernel gives other numbers from one run to the next
+        assert found[:4] == expected[:4]
+        return
+    assert found == expected
+    assert len(step.captures) == (2 if name == "dampening" else 1), step.captures
+
+
+def test_momentum_is_made_when_a_parameter_first_has_a_gradient() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        groups = [{"params": model["b"].parameters()}, {"params": model["a"].parameters(), "momentum": 0.0}]
+        optimizer = optim.SGD(groups, lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, used: bool) -> torch.Tensor:
+            x = model["a"](x)
+            loss = (model["b"](x) if used else x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step, [model, optimizer]
+
+    both_ways(make, [(torch.ones(2, 3), used) for used in (False, True, True, False)], captures=3)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -262,7 +325,7 @@ def test_two_optimizers_in_one_step(kind: Callable[..., optim.Optimizer]) -> Non
 
         return step, [first, second, one, sgd]
 
-    both_ways(make, batches(), captures=2)
+    both_ways(make, batches(), captures=1 if kind is optim.AdamW else 2)
 
 
 def test_an_optimizer_stepped_every_other_call() -> None:
