@@ -18,7 +18,7 @@ from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.number_tables import TableWritten
 from weft.capture.record.optimizer_states import OptimizerStateRead
-from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
+from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged, NumbersUsed
 from weft.capture.record.remembered_results import RememberingFunctions, attempt_with_checked_bodies
 from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
 from weft.capture.state.code_names import opaque_code
@@ -99,6 +99,8 @@ def _with_what_changes(
             earlier = found.tensors
         except NumbersChanged as found:
             changing = replace(changing, numbers=changing.numbers | found.paths)
+        except NumbersUsed as found:
+            changing = replace(changing, tried=changing.tried - found.paths)
         except ListsRead as found:
             changing = replace(changing, growing=changing.growing - found.paths, read=changing.read | found.paths)
         except ListsGrew as found:
@@ -107,11 +109,17 @@ def _with_what_changes(
             plain = changing.plain_tables | arguments.written
             changing = replace(changing, tables=changing.tables - plain, plain_tables=plain)
         except UnknownFloat as error:
+            if changing.tried:
+                changing = replace(changing, tried=frozenset())
+                continue
             log.info("captured with the values of floats: %s", error)
             changing = replace(changing, plain_floats=True)
         except UsedDuringCapture:
             raise
         except Exception as error:
+            if changing.tried:
+                changing = replace(changing, tried=frozenset())
+                continue
             if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
                 changing = replace(changing, tables=changing.tables | new)
                 continue

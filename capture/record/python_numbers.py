@@ -65,6 +65,7 @@ class ChangingState:
 
     Attributes:
         numbers: paths of numbers, and of the lists and dictionaries that the step replaces by others.
+        tried: paths of arguments that are symbols although no call has changed them, until an operation uses them.
         growing: paths of lists to which the step appends, without reading them.
         read: paths of lists that the step reads.
         values: paths of arguments that change and are guarded by their values all the same, since a capture with their
@@ -79,6 +80,7 @@ class ChangingState:
     """
 
     numbers: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
@@ -106,6 +108,29 @@ class NumbersChanged(Exception):
         self.paths = paths
 
 
+class NumbersUsed(Exception):
+    """Operations use numbers that were symbols only by way of trial.
+
+    Attributes:
+        paths: how the user would write them.
+    """
+
+    def __init__(self, paths: set[str]) -> None:
+        super().__init__(paths)
+        self.paths = paths
+
+
+def trying_arguments(changing: ChangingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChangingState:
+    """Try symbols for the arguments that are numbers themselves. A loop passes its counters so (``epoch``,
+    ``batch_idx``), and a step that only logs or compares them has one graph for all their values from the first call
+    on."""
+    if changing.closed:
+        return changing
+    places = [*((f"args[{at}]", each) for at, each in enumerate(args)), *kwargs.items()]
+    tried = {path for path, each in places if type(each) in (int, float)}
+    return replace(changing, tried=frozenset(tried - changing.numbers - changing.values))
+
+
 class PythonNumbers:
     """The symbolic Python numbers of one attempt at a capture.
 
@@ -123,6 +148,7 @@ class PythonNumbers:
         self._recorder = recorder
         self._kept = frozenset(kept)
         self._changing = changing.numbers - self._kept
+        self._tried = changing.tried
         self._closed = changing.closed
         self._by_entry: dict[tuple[int, Any], Any] = {}
         self._late: set[sympy.Symbol] = set()
@@ -186,6 +212,17 @@ class PythonNumbers:
         paths = {path for place, old, new in places for path in _changed(place, old, new)}
         if not paths <= self._changing | self._kept:
             raise NumbersChanged(paths)
+
+    def check_tried(self) -> None:
+        """Raise where an operation computes with a number that was not seen to change: as a constant it costs nothing,
+        and sizes that follow from it are plain.
+
+        Raises:
+            NumbersUsed: names them.
+        """
+        tried = [each for each in self.found if each.place.path in self._tried]
+        if used := {each.place.path for each in tried if _in_operations(each.node)}:
+            raise NumbersUsed(used)
 
     def settle(self, state: ReachableState) -> list[PythonNumber]:
         """Tell the containers, after the step, which of their entries are inputs of the graph or replaced by each call.
@@ -299,6 +336,18 @@ def _is_another_number(old: Any, new: Any) -> bool:
     if is_number_of_numpy(old) and type(new) in (HostArray, type(old)):
         return type(new) is HostArray or not bool(new == old)
     return may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old))
+
+
+def _in_operations(number: torch.fx.Node) -> bool:
+    """Whether a tensor is computed from a number, also by way of other numbers."""
+    pending, known = [number], {number}
+    while pending:
+        users = [user for user in pending.pop().users if user not in known]
+        if any(not isinstance(user.meta.get("val"), (*_SYMBOLIC, torch.SymBool, int, float)) for user in users):
+            return True
+        known.update(users)
+        pending += users
+    return False
 
 
 def _identity(place: StatePlace) -> tuple[int, Any, tuple[Any, ...]]:

@@ -66,7 +66,7 @@ from weft.capture.record.percent_formats import percent_formats_know_symbols
 from weft.capture.record.plain_keys import plain_keys_in_state
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
-from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
+from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers, trying_arguments
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
@@ -92,11 +92,7 @@ from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
-from weft.errors import (
-    PythonStateChanged,
-    UsedDuringCapture,
-    WeftError,
-)
+from weft.errors import PythonStateChanged, UsedDuringCapture, WeftError
 from weft.short_tracebacks import mark_refused_call
 
 
@@ -130,7 +126,7 @@ def capture_step(
     """
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     refuse_tools_around(name)
-
+    changing = trying_arguments(changing, args, kwargs or {}) if not outcomes else changing
     created: list[Entry] = []  # state of optimizers
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
@@ -177,6 +173,7 @@ class _StepCapture:
         arrays: bool = False,
     ) -> None:
         self.step = step
+        changing = replace(changing, numbers=changing.numbers | changing.tried)
         world = current_fake_world()
         self.fake_mode = world.fake_mode if world else FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.modes = (self.fake_mode,) if world else ()
@@ -435,6 +432,7 @@ class _StepCapture:
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
             changes = [*self.state.changes(), *self.arguments.changes(self.state.containers)]
             self.numbers.check_changed(changes)
+            self.numbers.check_tried()
             self.lists.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
