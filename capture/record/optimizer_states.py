@@ -190,8 +190,8 @@ def _make_momentum(optimizer: torch.optim.Optimizer, parameters: list[torch.Tens
     dampening that is the gradient in every bit, the signs of zeros among them, where the buffer holds -0.0. On a CPU
     torch's fused kernel computes something else in half precision (torch 2.13): there the graph makes the momentum.
     """
-    sgd, kind = torch.optim.SGD, type(optimizer)
-    if not isinstance(optimizer, sgd) or kind.step is not sgd.step or kind._init_group is not sgd._init_group:
+    methods = [(kind.step, getattr(kind, "_init_group", None)) for kind in (type(optimizer), torch.optim.SGD)]
+    if methods[0] != methods[1]:
         return
     for group in optimizer.param_groups:
         momentum, dampening = group["momentum"], group["dampening"]

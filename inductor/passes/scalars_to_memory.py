@@ -97,7 +97,7 @@ class _ScalarPlacer:
 
     def _on_gpu(self, scalar: Node, dtype: torch.dtype) -> Node:
         """A 0-dim tensor on the GPU with the number of one on the CPU."""
-        number = constant_scalar(scalar)
+        number = constant_scalar(scalar, {})
         if number is None:
             return self._emit(aten._to_copy.default, scalar, after=self.known, device=self.device)
         return self._emit(aten.full.default, [], number, after=self.known, dtype=dtype, device=self.device)
