@@ -12,6 +12,10 @@ import sys
 import threading
 from collections.abc import Iterator
 
+# A pause leaves its objects in the oldest generation without being counted among those that Python goes by to collect
+# that one. So the garbage of graphs that are dropped would stay; a full collection after so many pauses finds it.
+_FULL_COLLECTION_AFTER = 200
+
 # More objects than Python itself freezes when it starts (3.12 does, some 400), and fewer than a process with torch has.
 _OWN_FROZEN = 2000 if sys.version_info[:2] == (3, 12) else 0
 
@@ -22,6 +26,7 @@ class _Pauses:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
+        self._ended = 0
         self._collecting = False
 
     def begin(self) -> None:
@@ -36,7 +41,15 @@ class _Pauses:
         """Whether the collector must go on now: nobody else pauses it, and it was on before."""
         with self._lock:
             self._count -= 1
+            self._ended += not self._count
             return self._collecting and not self._count
+
+    def is_full_collection_due(self) -> bool:
+        """Whether so many pauses have ended that Python would have made a full collection meanwhile."""
+        with self._lock:
+            due = self._ended >= _FULL_COLLECTION_AFTER
+            self._ended = 0 if due else self._ended
+            return due
 
 
 _pauses = _Pauses()
@@ -63,3 +76,5 @@ def garbage_collection_paused() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+            if _pauses.is_full_collection_due():
+                gc.collect()

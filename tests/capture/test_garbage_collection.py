@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from weft.capture import garbage_collection
 from weft.capture.garbage_collection import garbage_collection_paused
 
 
@@ -65,3 +66,11 @@ def test_it_is_on_again_after_an_error() -> None:
     with pytest.raises(ValueError, match="inside"), garbage_collection_paused():
         raise ValueError("inside")
     assert gc.isenabled()
+
+
+def test_garbage_that_pauses_leave_behind_is_collected() -> None:
+    watched = []
+    for _ in range(garbage_collection._FULL_COLLECTION_AFTER + 1):
+        with garbage_collection_paused():
+            watched.append(weakref.ref(Circle()))
+    assert sum(each() is not None for each in watched) < 10
