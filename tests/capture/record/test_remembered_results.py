@@ -171,8 +171,7 @@ def test_a_body_that_computes_beside_a_step_that_draws() -> None:
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 8, None])
-@pytest.mark.parametrize("before", [(), (3,), (5, 6, 7)])
+@pytest.mark.parametrize(("limit", "before"), [(1, ()), (2, (5, 6, 7)), (8, (3,)), (None, ()), (None, (5, 6, 7))])
 def test_results_of_any_number_are_remembered(limit: int | None, before: tuple[int, ...]) -> None:
     @functools.lru_cache(maxsize=limit)
     def positions(n: int) -> Tensor:

@@ -122,13 +122,15 @@ def test_a_transposed_copy_has_tiles_of_two_dimensions() -> None:
     assert "YBLOCK" in check(nest, tensors(x=6000, y=6000)).source.text
 
 
+# Numbers are compared at sizes that the interpreter takes in a second; of the others the plan is looked at.
 @pytest.mark.parametrize(("rows", "width", "taken"), [(2000, 768, 8), (2000, 24, 8), (40, 768, 1), (600, 2100, 4)])
 def test_a_row_reduction_of_a_transposed_tensor_has_several_rows_a_program(rows: int, width: int, taken: int) -> None:
     """A program with one row would use one element of each sector that it loads."""
     across = load("x", 1, rows)
     largest = Reduce("max", (across,), [1], f32)
     nest = Nest((rows, width), (store("y", op("sub", across, largest), width, 1),))
-    made = check(nest, tensors(x=rows * width, y=rows * width))
+    small = rows * width < 100_000
+    made = check(nest, tensors(x=rows * width, y=rows * width)) if small else generate(nest, {"x": f32, "y": f32})
     assert made.source.name.startswith("row")
     assert made.blocks[0][1] == taken
 

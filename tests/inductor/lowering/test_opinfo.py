@@ -29,8 +29,12 @@ def check(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("op", op_db, ids=name)
 def test_opinfo_samples_match_eager(op: OpInfo) -> None:
+    """In float32, with gradients and without, and in one of the other dtypes."""
+    others = [case for case in cases([op]) if case.dtype != torch.float32]
+    chosen = others[op_db.index(op) % len(others)] if others else None
     for case in cases([op]):
-        check(run(case, SAMPLES))
+        if case.dtype == torch.float32 or case == chosen:
+            check(run(case, SAMPLES))
 
 
 @pytest.mark.parametrize("op", op_db[::EVERY], ids=name)
