@@ -76,10 +76,14 @@ def _with_what_changes(
     earlier: Mapping[str, torch.Tensor] = {}
     in_graph: list[torch.optim.Optimizer] = []  # whose state the graph allocates
     while True:
-        arguments = ValuesOfArguments()
+        arguments = ValuesOfArguments(tried=bool(changing.tried))
         how = functools.partial(attempt, changing, earlier, in_graph=in_graph, found=arguments)
         try:
             captured = _with_names_known(how, arguments, collect)
+            if changing.tried and arguments.caught:
+                functions.forget()
+                changing = replace(changing, tried=frozenset())
+                continue
             if arguments.tables - changing.tables:
                 functions.forget()
                 changing = replace(changing, tables=changing.tables | arguments.tables)

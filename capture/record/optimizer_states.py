@@ -15,6 +15,7 @@ The state of an optimizer that a step does not read is no guard: a compiled clos
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -187,8 +188,9 @@ def _make_momentum(optimizer: torch.optim.Optimizer, parameters: list[torch.Tens
     """Allocate the momentum of torch's SGD, with values that its first step and its later ones take alike.
 
     The first step copies the gradient; later ones compute ``momentum * buffer + (1 - dampening) * gradient``. Without
-    dampening that is the gradient in every bit, the signs of zeros among them, where the buffer holds -0.0. On a CPU
-    torch's fused kernel computes something else in half precision (torch 2.13): there the graph makes the momentum.
+    dampening that is the gradient in every bit, the signs of zeros among them, where the buffer holds -0.0. Complex
+    zeros have two signs, and torch's fused kernel on a CPU computes something else in half precision (torch 2.13):
+    there the graph makes the momentum. Torch's fused step refuses parameters of which some have momentum.
     """
     methods = [(kind.step, getattr(kind, "_init_group", None)) for kind in (type(optimizer), torch.optim.SGD)]
     if methods[0] != methods[1]:
@@ -196,12 +198,15 @@ def _make_momentum(optimizer: torch.optim.Optimizer, parameters: list[torch.Tens
     for group in optimizer.param_groups:
         momentum, dampening = group["momentum"], group["dampening"]
         plain = type(dampening) in (int, float) and not group["differentiable"]
-        if not plain or dampening != 0 or not momentum > 0:
+        if not plain or dampening != 0 or not 0 < momentum < math.inf:
             continue
-        mine = set(map(id, group["params"]))
-        for p in (each for each in parameters if id(each) in mine and _is_laid_out_like(each, each.grad)):
-            if group["fused"] and p.device.type == "cpu" and p.dtype not in (torch.float32, torch.float64):
-                continue
+        missing = set(map(id, parameters))
+        stepped = [p for p in group["params"] if p.grad is not None]
+        made = [p for p in stepped if id(p) in missing and not p.is_complex() and _is_laid_out_like(p, p.grad)]
+        if group["fused"]:
+            computed = all(p.device.type != "cpu" or p.dtype.itemsize >= 4 for p in made)
+            made = made if computed and len(made) == len(stepped) else []
+        for p in made:
             optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0, requires_grad=False)
 
 

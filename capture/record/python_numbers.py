@@ -66,6 +66,8 @@ class ChangingState:
     Attributes:
         numbers: paths of numbers, and of the lists and dictionaries that the step replaces by others.
         tried: paths of arguments that are symbols although no call has changed them, until an operation uses them.
+            Attempts in which the user's code catches an exception do without: what a symbol raises is not what a number
+            raises.
         growing: paths of lists to which the step appends, without reading them.
         read: paths of lists that the step reads.
         values: paths of arguments that change and are guarded by their values all the same, since a capture with their
@@ -121,14 +123,13 @@ class NumbersUsed(Exception):
 
 
 def trying_arguments(changing: ChangingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChangingState:
-    """Try symbols for the arguments that are numbers themselves. A loop passes its counters so (``epoch``,
-    ``batch_idx``), and a step that only logs or compares them has one graph for all their values from the first call
-    on."""
-    if changing.closed:
-        return changing
+    """Where a number among the arguments was seen to change, try symbols for the others too: a loop passes ``epoch``
+    beside ``batch_idx``. A step that only logs or compares them then has one graph for all their values."""
     places = [*((f"args[{at}]", each) for at, each in enumerate(args)), *kwargs.items()]
-    tried = {path for path, each in places if type(each) in (int, float)}
-    return replace(changing, tried=frozenset(tried - changing.numbers - changing.values))
+    numbers = {path for path, each in places if type(each) in (int, float)}
+    if changing.closed or numbers.isdisjoint(changing.numbers):
+        return changing
+    return replace(changing, tried=frozenset(numbers - changing.numbers - changing.values))
 
 
 class PythonNumbers:

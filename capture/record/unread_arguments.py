@@ -38,6 +38,8 @@ _READING = (
 # Exceptions that code in C raises where it gets a stand-in. To look at an attribute of one raises `ArgumentRead`.
 _OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemError, BufferError)
 
+_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
+
 # Packages with which a capture computes, and which raise and catch for reasons of their own.
 _OF_CAPTURES = frozenset({"sympy", "mpmath", "numpy"})
 
@@ -75,6 +77,7 @@ class ValuesOfArguments:
         written: lists among those with a stand-in to which the step writes.
         names: those of attributes that the step has computed, and that the walk of the state did not follow.
         caught: whether the user's code met an exception that reading one of them may have raised.
+        tried: whether numbers are symbols by way of trial.
     """
 
     inputs: set[str] = field(default_factory=set)
@@ -87,6 +90,7 @@ class ValuesOfArguments:
     written: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     caught: bool = False
+    tried: bool = False
 
 
 class ArgumentRead(RunEnded):
@@ -170,9 +174,10 @@ def may_be_unread(value: Any) -> bool:
 
 @contextlib.contextmanager
 def caught_exceptions_noted(found: ValuesOfArguments) -> Iterator[None]:
-    """Inside, where there are arguments that the step may pass on unread, ``found.caught`` becomes True at an exception
-    of the kinds that a value of a wrong type raises, in code of the user's or of libraries."""
-    if not found.unread:
+    """Inside, ``found.caught`` becomes True at an exception in code of the user's or of libraries: where there are
+    arguments that the step may pass on unread, one of the kinds that a value of a wrong type raises; where numbers are
+    symbols by way of trial, any but the end of an iterator."""
+    if not (found.unread or found.tried):
         yield
         return
 
@@ -184,7 +189,9 @@ def caught_exceptions_noted(found: ValuesOfArguments) -> Iterator[None]:
         return step
 
     def step(frame: types.FrameType, event: str, argument: Any) -> Any:
-        found.caught |= event == "exception" and issubclass(argument[0], _OF_WRONG_TYPES)
+        if event == "exception":
+            counts = not issubclass(argument[0], _ENDS) if found.tried else issubclass(argument[0], _OF_WRONG_TYPES)
+            found.caught |= counts
         return step
 
     before = sys.gettrace()

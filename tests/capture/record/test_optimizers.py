@@ -180,6 +180,47 @@ def test_the_first_step_of_sgd_with_momentum_has_the_bits_of_eager(name: str, dt
     assert len(step.captures) == (2 if name == "dampening" else 1), step.captures
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), 1.5])
+def test_momentum_of_complex_parameters_has_the_bits_of_eager(value: float) -> None:
+    found: list[Any] = []
+    for wrap in (weft.compile, lambda step: step):
+        weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        optimizer = optim.SGD([weight], lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, weight: Any = weight, optimizer: Any = optimizer) -> None:
+            weight.grad = torch.complex(x, -x.abs())
+            optimizer.step()
+
+        step = wrap(step)
+        for _ in range(2):
+            step(torch.full((2,), value))
+            state = torch.view_as_real(optimizer.state[weight]["momentum_buffer"])
+            found.append(state.view(torch.int32).tolist())
+    assert found[:2] == found[2:]
+
+
+def test_a_fused_step_of_parameters_of_which_some_have_momentum_raises_as_in_eager() -> None:
+    errors: list[str] = []
+    for wrap in (weft.compile, lambda step: step):
+        first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        parameters = [*first.parameters(), *second.parameters()]
+        optimizer = optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+        def step(
+            x: torch.Tensor, both: bool, first: Any = first, second: Any = second, optimizer: Any = optimizer
+        ) -> None:
+            (second(first(x)) if both else first(x)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = wrap(step)
+        step(torch.ones(2, 3), False)
+        with pytest.raises(TypeError) as raised:
+            step(torch.ones(2, 3), True)
+        errors.append(str(raised.value))
+    assert errors[0].split("\n")[0] == errors[1].split("\n")[0]
+
+
 def test_momentum_is_made_when_a_parameter_first_has_a_gradient() -> None:
     def make() -> tuple[Any, list[Any]]:
         model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
