@@ -1,4 +1,4 @@
-"""The second door inside the Trainers of libraries, which keep their loop; each test needs its library installed."""
+"""``torch.compile(backend="weft")`` inside the trainers of Lightning and transformers, where these are installed."""
 
 from __future__ import annotations
 

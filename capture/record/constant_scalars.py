@@ -37,7 +37,7 @@ def constant_scalar(node: Node, literals: Literals) -> Any:
     """The number in the one-element tensor that ``node`` computes; None where inputs or random draws decide it.
 
     Args:
-        literals: the placeholders of tensors that the step makes from Python numbers, with those.
+        literals: by placeholder, each tensor that the step makes from Python numbers.
     """
     compared = _compared_draw(node)
     if compared is not None:

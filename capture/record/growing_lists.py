@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.record.python_numbers import ChangingState, PythonNumbers
+from weft.capture.record.python_numbers import ChangingState, PathsFound, PythonNumbers
 from weft.capture.state.code_names import takes_entries
 from weft.capture.state.containers import GROWING_KINDS, Container, StatePlace, item_of
 from weft.capture.state.patterns import Growing, last_of
@@ -37,16 +37,8 @@ _SILENT = frozenset(
 _OWN_REFERENCES = 3
 
 
-class ListsGrew(Exception):
-    """The step makes lists longer that this attempt at its capture took for other objects.
-
-    Attributes:
-        paths: how the user would write them.
-    """
-
-    def __init__(self, paths: set[str]) -> None:
-        super().__init__(paths)
-        self.paths = paths
+class ListsGrew(PathsFound):
+    """The step makes lists longer that this attempt at its capture took for other objects."""
 
 
 class ListsRead(ListsGrew):

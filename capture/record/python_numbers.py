@@ -98,11 +98,11 @@ FOUND_ALONE = ChangingState()
 CONSTANTS = ChangingState(closed=True)
 
 
-class NumbersChanged(Exception):
-    """The step changes numbers that this attempt at its capture took for constants.
+class PathsFound(Exception):
+    """What an attempt at a capture found out about places of the Python state or of the arguments.
 
     Attributes:
-        paths: how the user would write them.
+        paths: of these places, as the user would write them.
     """
 
     def __init__(self, paths: set[str]) -> None:
@@ -110,16 +110,12 @@ class NumbersChanged(Exception):
         self.paths = paths
 
 
-class NumbersUsed(Exception):
-    """Operations use numbers that were symbols only by way of trial.
+class NumbersChanged(PathsFound):
+    """The step changes numbers that this attempt at its capture took for constants."""
 
-    Attributes:
-        paths: how the user would write them.
-    """
 
-    def __init__(self, paths: set[str]) -> None:
-        super().__init__(paths)
-        self.paths = paths
+class NumbersUsed(PathsFound):
+    """Operations use numbers that were symbols only by way of trial."""
 
 
 def trying_arguments(changing: ChangingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChangingState:

@@ -89,7 +89,7 @@ class OpRecorder(TorchDispatchMode):
         graph: the operations so far; late_texts: what marks in texts stand for; is_paused: whether recording is paused.
         symbols: the symbolic numbers and the nodes that compute them; storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
-        literals: those of tensors that the step makes from Python numbers.
+        literals: by placeholder, each tensor that the step makes from Python numbers.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
         module_path, input_name: asked for the module of a new node and for the name of a new placeholder.
         optimizing: whether ``optimizer.step()`` is running; float_tags: floats that stand for symbolic numbers.

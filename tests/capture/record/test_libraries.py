@@ -122,12 +122,7 @@ def with_metrics(wrap: Wrap) -> Any:
     return [step(*batch) for batch in _batches()], accuracy.compute(), mean.compute(), snapshot(model)
 
 
-def with_low_rank_adapters(wrap: Wrap) -> Any:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(_model(), peft.LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.5))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-
+def _step(model: Any, optimizer: Any) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -135,7 +130,14 @@ def with_low_rank_adapters(wrap: Wrap) -> Any:
         optimizer.zero_grad()
         return loss.detach()
 
-    step = wrap(step)
+    return step
+
+
+def with_low_rank_adapters(wrap: Wrap) -> Any:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(_model(), peft.LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.5))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    step = wrap(_step(model, torch.optim.AdamW(trained, lr=0.01)))
     torch.manual_seed(2)
     return [step(*batch) for batch in _batches()], snapshot(model)
 
@@ -156,16 +158,7 @@ def test_optimizers_of_timm_train_as_in_eager(name: str) -> None:
 
     def train(wrap: Wrap) -> Any:
         model = _model()
-        optimizer = optimizers.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        wrapped = wrap(step)
+        wrapped = wrap(_step(model, optimizers.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)))
         losses = [wrapped(*batch) for batch in _batches(8)]
         assert wrap is not weft.compile or len(wrapped.captures) <= 2
         return losses, snapshot(model)
