@@ -77,11 +77,14 @@ class SizeGuard:
         if self._holds(*values):
             return None
         broken = next(c for c in self.conditions if not self._function(c)(*values))
-        where = [
-            f"{name} = {shown} = {value}"
-            for (name, (shown, _)), value in zip(self._values.items(), values, strict=True)
-            if name in broken
-        ]
+        text, where = broken, []
+        for name, (function, operands) in reversed(self._computed.items()):
+            if name in text:
+                where.insert(0, f"{name} = {function.__name__}({operands})")
+                text += operands
+        for (name, (shown, _)), value in zip(self._values.items(), values, strict=True):
+            if name in text:
+                where.append(f"{name} = {shown} = {value}")
         return f"{broken} does not hold for {', '.join(where)}"
 
     def _function(self, condition: str) -> Callable[..., bool]:

@@ -16,13 +16,15 @@ from weft.capture.record.float_tags import UnknownFloat
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
+from weft.capture.record.met_exceptions import MetException, names_symbols, of_symbols, of_wrong_types
 from weft.capture.record.number_tables import TableWritten
 from weft.capture.record.optimizer_states import OptimizerStateRead
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged, NumbersUsed
 from weft.capture.record.remembered_results import RememberingFunctions, attempt_with_checked_bodies
 from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
 from weft.capture.state.code_names import opaque_code
-from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
+from weft.capture.user_code import format_frame
+from weft.errors import CannotCapture, UncapturableMutation, UnrecordedDraw, UsedDuringCapture
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +74,21 @@ def _with_what_changes(
     The first attempt finds those that the step changes or indexes; the next one starts with symbols and stand-ins for
     them. Where that fails, because the step needs a plain number at a place that torch does not say, all of them are
     constants with guards on their values.
+
+    Where the user's code met exceptions, an attempt without symbols follows. Symbols are trusted if it meets the same
+    ones; otherwise it is the captured step.
     """
+    with_symbols: ChangingState | None = None  # of the attempt that met exceptions
+    met_with_symbols: list[MetException] = []
+    trusted = False
     earlier: Mapping[str, torch.Tensor] = {}
     in_graph: list[torch.optim.Optimizer] = []  # whose state the graph allocates
     while True:
-        arguments = ValuesOfArguments(tried=bool(changing.tried))
+        arguments = ValuesOfArguments(tried=bool(changing.tried), compared=changing.plain or with_symbols is not None)
         how = functools.partial(attempt, changing, earlier, in_graph=in_graph, found=arguments)
         try:
             captured = _with_names_known(how, arguments, collect)
-            if changing.tried and arguments.caught:
+            if changing.tried and arguments.met:
                 functions.forget()
                 changing = replace(changing, tried=frozenset())
                 continue
@@ -88,8 +96,19 @@ def _with_what_changes(
                 functions.forget()
                 changing = replace(changing, tables=changing.tables | arguments.tables)
                 continue
-            if not arguments.read and not (arguments.unread and arguments.caught):
-                return captured
+            if not arguments.read and not (arguments.unread and of_wrong_types(arguments.met)):
+                met = of_symbols(arguments.met)
+                if not met or trusted or (not arguments.symbols and with_symbols is None):
+                    return _without_late_numbers(captured, met)
+                if not changing.plain:
+                    with_symbols, met_with_symbols = changing, met
+                    changing = _constants(changing, plain=True)
+                elif met == met_with_symbols and with_symbols is not None:
+                    changing, trusted = with_symbols, True
+                else:
+                    return _without_late_numbers(captured, met)
+                functions.forget()
+                continue
             functions.forget()
             changing = replace(changing, values=changing.values | (arguments.read or arguments.unread))
         except ArgumentRead:
@@ -145,9 +164,28 @@ def _with_what_changes(
             if not changing.numbers:
                 raise
             log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
-            plain = changing.plain_floats
-            values = changing.values | changing.lists.keys()
-            changing = replace(CONSTANTS, values=values, plain_floats=plain, names=changing.names)
+            changing = _constants(changing)
+
+
+def _constants(changing: ChangingState, *, plain: bool = False) -> ChangingState:
+    """The same with constants, guarded by their values, in the place of the numbers that change."""
+    values = changing.values | changing.lists.keys()
+    floats, names = changing.plain_floats, changing.names
+    return replace(CONSTANTS, values=values, plain_floats=floats, names=names, plain=plain)
+
+
+def _without_late_numbers(captured: CapturedStep, met: list[MetException]) -> CapturedStep:
+    """The captured step, where the step's code caught no exception that a number of the data raised for want of a
+    value.
+
+    Raises:
+        CannotCapture: it did.
+    """
+    for each in met:
+        if names_symbols(each):
+            reason = "a number that only the data decides is used here where Python wants a plain one"
+            raise CannotCapture(format_frame(each.where), reason)
+    return captured
 
 
 class NamesComputed(Exception):

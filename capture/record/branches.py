@@ -35,6 +35,7 @@ from weft.capture.record.assumed_outcomes import (
     outcome_without_skip,
     usual_outcome,
 )
+from weft.capture.record.caught_errors import is_caught
 from weft.capture.record.ended_runs import RunEnded, is_interrupt
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
@@ -72,6 +73,7 @@ class Branches:
         self._expected = expected
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self._asked_inside: Any = None  # the last question asked for a fake result
+        self._caught: Exception | None = None  # torch's, where the step's code catches what no eager step meets
         self.whole_numbers: frozenset[int] = frozenset()
         self.is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.taken: tuple[Outcome, ...] = ()
@@ -100,9 +102,11 @@ class Branches:
         def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return original(expr, *args, **kwargs)
-            except torch_adapter.data_dependent_errors():
+            except torch_adapter.data_dependent_errors() as error:
                 outcome = self._evaluate(expr)
                 if outcome is None:
+                    if not self._recorder.runs_operation and is_caught([type(error)], by_torch=True):
+                        self._caught = error
                     raise
                 return outcome
 
@@ -118,8 +122,12 @@ class Branches:
         try:
             with self.shown.noted():
                 yield
+            if self._caught is not None:
+                raise self._caught
         except BaseException as error:
             # The step may have caught the exception that ended it, and raised another one.
+            if self._caught is not None and isinstance(error, Exception):
+                raise self._caught from None
             if not self.undecided or is_interrupt(error):
                 raise
         finally:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.met_exceptions import SYMBOLIC_TYPE
 from weft.capture.record.symbols import Symbols
 from weft.capture.user_code import Frame, format_frames, frames_of
 from weft.errors import CannotCapture, DrawDecidesPython, UncapturableSubclass, WeftError
@@ -46,7 +47,6 @@ _NEEDS_NUMBERS = (
 _CONVERTS_MODULE = "_apply(): Couldn't swap"
 _GIVES_ARRAY = ".numpy() is not supported for tensor subclasses"
 _MAKES_SUBCLASS = "Creating a new Tensor subclass"
-_SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
         raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, _remedy(error)) from error
     except (IndexError, TypeError, ValueError) as error:
         # torch and Python refuse a number without a value where they want a plain one: in an index, in a format.
-        if _SYMBOLIC.search(str(error)) is None:
+        if SYMBOLIC_TYPE.search(str(error)) is None:
             raise
         frames = frames_of(error.__traceback__)
         reason = "a number that only the data decides is used here where Python wants a plain one"

@@ -8,7 +8,6 @@ error, for any other a log line. Both name the user's line.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from weft import torch_adapter
 from weft.capture.record.number_lists import NumberList
 from weft.capture.user_code import user_line
 from weft.errors import MarkedDynamicSpecialised
-from weft.short_tracebacks import called_for_user
-from weft.thread_patches import present, replaced
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +128,7 @@ class DynamicSizes:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While active, note the user's line wherever a symbol is assumed equal to a number or another symbol."""
-        with torch_adapter.on_replacement(self._shape_env, self._note), _symbolic_sqrt():
+        with torch_adapter.on_replacement(self._shape_env, self._note):
             yield
 
     def _note(self, symbol: sympy.Symbol, value: Any) -> None:
@@ -182,17 +179,3 @@ def changed_dims(leaves: Sequence[Any], shapes: Sequence[Sequence[int] | None]) 
         if now is not None and shape is not None and len(now) == len(shape):
             changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now, shape, strict=True)) if a != b}
     return changed
-
-
-@contextmanager
-def _symbolic_sqrt() -> Iterator[None]:
-    """While active, ``math.sqrt`` of a symbolic size is symbolic. Attention scales by it, and C needs a number."""
-    original = present(math, "sqrt")
-
-    def sqrt(number: Any, /) -> Any:
-        if isinstance(number, (torch.SymInt, torch.SymFloat)):
-            return torch.sym_sqrt(number)
-        return called_for_user(original, number)
-
-    with replaced(math, "sqrt", sqrt):
-        yield

@@ -21,9 +21,10 @@ import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft import torch_adapter
+from weft.capture.record.caught_errors import error_of, is_caught, may_raise, raise_example
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_draws import GeneratorDraw
-from weft.capture.record.plain_numbers import NumpyFloat
+from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.symbols import Computed, Symbols
 from weft.short_tracebacks import called_for_user
 from weft.thread_patches import present, replaced
@@ -45,6 +46,16 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sym_max": torch.sym_max,
     "sym_ite": torch.sym_ite,
     "round": round,
+}
+# Those of whole numbers, which torch computes exactly. Python raises an exception for some of their operands.
+_OF_WHOLE: dict[str, Callable[..., Any]] = {
+    "int_floordiv": operator.floordiv,
+    "pow_by_natural": operator.pow,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
 }
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -140,7 +151,7 @@ class FloatArithmetic:
     def exact(self) -> Iterator[None]:
         """While active, arithmetic of this thread is recorded operation by operation."""
         with contextlib.ExitStack() as stack:
-            for name, function in {**_OPERATIONS, **_COMPARISONS}.items():
+            for name, function in {**_OPERATIONS, **_OF_WHOLE, **_COMPARISONS}.items():
                 stack.enter_context(replaced(SymNode, name, self._recorded(name, function)))
             # Torch takes the floor of the quotient, which is another number where the quotient rounds up, wants the
             # base of every power to be positive, and does not round integers to tens.
@@ -153,10 +164,6 @@ class FloatArithmetic:
                 (torch.SymInt, "__round__", self._round),
             ):
                 stack.enter_context(replaced(kind, name, _or_else(method, present(kind, name))))
-            for name in MATH:
-                stack.enter_context(replaced(math, name, self._of_math(present(math, name))))
-            for name, answer in _QUESTIONS.items():
-                stack.enter_context(replaced(math, name, self._asking(present(math, name), answer)))
             outer, _mine.arithmetic = _mine.arithmetic, self
             try:
                 yield
@@ -202,29 +209,12 @@ class FloatArithmetic:
         node = self._symbols.node(number)
         return isinstance(node, torch.fx.Node) and isinstance(node.target, (NumpyFunction, GeneratorDraw))
 
-    def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
-        """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
-
-        @functools.wraps(original)
-        def function(*numbers: Any) -> Any:
-            operands = [*map(_number, numbers)]
-            if self._knows(operands):
-                return self._result(original, operands, torch.float64)
-            return called_for_user(original, *numbers)
-
-        return function
-
-    def _asking(self, original: Callable[..., bool], answer: Callable[..., float]) -> Callable[..., Any]:
-        """A question of ``math`` about numbers: of symbolic ones, a condition."""
-
-        @functools.wraps(original)
-        def function(*numbers: Any, **tolerances: Any) -> Any:
-            named = (tolerances.get(name, default) for name, default in _TOLERANCES if tolerances)
-            operands = [*map(_number, (*numbers, *named))]
-            known = self._knows(operands) and tolerances.keys() <= dict(_TOLERANCES).keys()
-            return self._result(answer, operands, torch.float64) != 0 if known else original(*numbers, **tolerances)
-
-        return function
+    def asked(self, answer: Callable[..., float], numbers: Sequence[Any], tolerances: dict[str, Any]) -> Any:
+        """A question of ``math`` about numbers: a condition; None where no number is symbolic."""
+        named = (tolerances.get(name, default) for name, default in _TOLERANCES if tolerances)
+        operands = [*map(_number, (*numbers, *named))]
+        known = self._knows(operands) and tolerances.keys() <= dict(_TOLERANCES).keys()
+        return self._result(answer, operands, torch.float64) != 0 if known else None
 
     def _knows(self, numbers: Sequence[Any]) -> bool:
         """Whether there is a symbolic number among these, and nothing but numbers of this capture."""
@@ -239,15 +229,24 @@ class FloatArithmetic:
         original = present(SymNode, name)
 
         def method(node: SymNode, *others: Any) -> SymNode:
-            result = original(node, *others)
-            if node.shape_env is not self._symbols.shape_env or not (result.pytype is float or _decided(result)):
-                return result
+            if node.shape_env is not self._symbols.shape_env:
+                return original(node, *others)
             operands = [wrap_node(each) if isinstance(each, SymNode) else each for each in (node, *others)]
+            if any(isinstance(each, _SYMBOLIC) for each in operands):
+                self._ask_for_error(function, operands)
+            try:
+                result = original(node, *others)
+            except (ArithmeticError, ValueError):
+                result = _of_values(function, operands)
+                return node.wrap_float(result) if isinstance(result, float) else node.wrap_int(result)
+            if not (result.pytype is float or _decided(result)):
+                return result
             if name in _COMPARISONS:
                 return self._result(function, operands, torch.bool).node if any(map(_may_be_nan, operands)) else result
             if not any(isinstance(each, _SYMBOLIC) for each in operands):
                 return node.wrap_float(float(function(*operands)))
-            return self._result(function, operands, torch.float64, result).node
+            found = self._result(function, operands, torch.float64, result)
+            return node.wrap_float(found) if isinstance(found, float) else found.node
 
         return method
 
@@ -271,13 +270,25 @@ class FloatArithmetic:
         Args:
             known: what torch made of the call: its bounds hold, as rounding keeps the order of numbers.
         """
+        self._ask_for_error(function, operands)
         key = function, *map(_key, operands)
         if key not in self._results:
             value = self._results[key] = self._symbol(function, operands, dtype, known)
+            if isinstance(value, float):
+                return value
             self._symbols.define(value, lambda: self._node(value, function, operands))
             self._symbols.computed[torch_adapter.symbol_of(value)] = Computed(function, operands)
             del self._symbols.shape_env.pending_fresh_unbacked_symbols[:]
         return self._results[key]
+
+    def _ask_for_error(self, function: Callable[..., Any], operands: list[Any]) -> None:
+        """Ask whether the operation raises an exception, where the user's code catches it; raise it."""
+        if not may_raise(function, operands) or not is_caught():
+            return
+        code = self._result(error_of(function), operands, torch.float64)
+        if code != 0:
+            at = next(at for at in (1, 2, 3) if code == at)
+            raise_example(function, operands, [*map(_hint, operands)], at)
 
     def _symbol(
         self, function: Callable[..., Any], operands: list[Any], dtype: torch.dtype, known: SymNode | None
@@ -285,7 +296,12 @@ class FloatArithmetic:
         shape_env = self._symbols.shape_env
         hints = [_hint(each) for each in operands]
         if dtype is torch.float64 and None not in hints:
-            hint = function(*hints)
+            try:
+                hint = function(*hints)
+            except (ArithmeticError, TypeError, ValueError):
+                return _of_values(function, operands)
+            if not math.isfinite(hint):
+                return _of_values(function, operands)
             # Torch takes Python's own floats for hints, and no numpy.float64.
             hint = float(hint) if isinstance(hint, float) else hint
             return torch_adapter.number_symbol(shape_env, hint, f"computed{len(self._results)}")
@@ -325,10 +341,49 @@ def computed(function: Callable[..., Any], operands: list[Any], dtype: torch.dty
     return None if _mine.arithmetic is None else _mine.arithmetic.computed(function, operands, dtype)
 
 
+def _of_math(original: Callable[..., float]) -> Callable[..., Any]:
+    """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
+
+    @functools.wraps(original)
+    def function(*numbers: Any) -> Any:
+        found = computed(original, [*map(_number, numbers)], torch.float64)
+        return called_for_user(original, *numbers) if found is None else found
+
+    return function
+
+
+def _asking(original: Callable[..., bool], answer: Callable[..., float]) -> Callable[..., Any]:
+    """A question of ``math`` about numbers: of symbolic ones, a condition."""
+
+    @functools.wraps(original)
+    def function(*numbers: Any, **tolerances: Any) -> Any:
+        found = None if _mine.arithmetic is None else _mine.arithmetic.asked(answer, numbers, tolerances)
+        return original(*numbers, **tolerances) if found is None else found
+
+    return function
+
+
+_OF_MATH = [
+    *((name, _of_math(getattr(math, name))) for name in MATH),
+    *((name, _asking(getattr(math, name), answer)) for name, answer in _QUESTIONS.items()),
+]
+
+
+def math_replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, name, replacement) of the functions of ``math``."""
+    return [(math, name, function) for name, function in _OF_MATH]
+
+
 def added(start: Any, numbers: Sequence[Any]) -> Any:
     """``sum(numbers, start)`` as one operation of Python's; None where there are no floats among plain numbers, and
     where no number is symbolic."""
     return None if _mine.arithmetic is None else _mine.arithmetic.added([start, *numbers])
+
+
+def _of_values(function: Callable[..., Any], operands: list[Any]) -> Any:
+    """The result for the values of the captured call, which become guards: infinities, NaN and exceptions are no
+    symbols."""
+    return function(*[plain_number(each) if isinstance(each, _SYMBOLIC) else each for each in operands])
 
 
 def _kind(number: Any) -> type | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shown_gradients import gradient_shown, with_gradient_shown
 from weft.capture.record.text_flow import goes_straight_out
@@ -78,6 +79,8 @@ def late_text(
     """
     if is_late(arguments) or not is_user_file(frame.f_code.co_filename) or not goes_straight_out(frame):
         return None
+    if (kind := PYTHON_TYPES.get(type(value))) is not None:
+        text_by(method, kind(1), arguments)  # a format that no number of this type has is an error now
     gradient = gradient_shown(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().clone()  # the text is that of the value as it is now

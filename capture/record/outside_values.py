@@ -24,6 +24,7 @@ from weft.capture.record.computed_names import ComputedNames
 from weft.capture.record.control_flow import cond_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
+from weft.capture.record.float_arithmetic import math_replacements
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
@@ -155,6 +156,7 @@ class OutsideValues:
                     *self.calls.replacements(),
                     *warning_replacements(self.calls),
                     *sum_replacements(),
+                    *math_replacements(),
                     *cond_replacements(),
                     *self._objects.replacements(),
                     *self._generators.replacements(),

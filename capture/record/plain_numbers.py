@@ -83,20 +83,46 @@ def symbols_answer_as_numbers() -> Iterator[None]:
             # Python's own computes both parts as `//` and `%` do.
             stack.enter_context(stand_in(kind, "__divmod__", _divmod))
             stack.enter_context(stand_in(kind, "__rdivmod__", _rdivmod))
-        for name, part in _PARTS.items():
-            stack.enter_context(stand_in(torch.SymFloat, name, part))
+            stack.enter_context(stand_in(kind, "__getattr__", _missing_attribute))
+            for name, part in _PARTS[kind].items():
+                stack.enter_context(stand_in(kind, name, part))
         yield
 
 
 def _attribute(number: Any, name: str) -> Any:
-    """``isinstance`` asks for the attribute ``__class__`` of what is no instance by its type."""
-    if name == "__class__" and recording() is not None:
-        frame = sys._getframe(1)
-        while frame.f_code.co_filename.endswith(_ABSTRACT) and frame.f_back is not None:
-            frame = frame.f_back
-        if is_user_file(frame.f_code.co_filename) or frame.f_globals.get("__name__") in _OF_TORCH:
-            return PYTHON_TYPES[type(number)]
+    """An attribute of a symbolic number. The user's code finds those of Python's type, and no others. ``isinstance``
+    asks for the attribute ``__class__`` of what is no instance by its type."""
+    if name == "node" or recording() is None:
+        return object.__getattribute__(number, name)
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.endswith(_ABSTRACT) and frame.f_back is not None:
+        frame = frame.f_back
+    is_users = is_user_file(frame.f_code.co_filename)
+    kind = PYTHON_TYPES[type(number)]
+    if name == "__class__":
+        return kind if is_users or frame.f_globals.get("__name__") in _OF_TORCH else type(number)
+    if is_users and not name.startswith("__") and not hasattr(kind, name):  # code in C looks for torch's and numpy's
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name, obj=number)
     return object.__getattribute__(number, name)
+
+
+def _missing_attribute(number: Any, name: str) -> Any:
+    """An attribute that only Python's type has: that of the value, which becomes a guard."""
+    kind = type(number)
+    if recording() is not None and is_user_file(_asking_file()):
+        kind = PYTHON_TYPES[kind]
+        value = plain_number(number) if hasattr(kind, name) else None
+        if value is not None:
+            return getattr(value, name)
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+
+
+def _asking_file() -> str:
+    """That of the code that asks, above what stands in for a method in this thread."""
+    frame = sys._getframe(2)
+    while str(frame.f_globals.get("__name__")).startswith("weft.") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def _divmod(a: Any, b: Any) -> Any:
@@ -109,7 +135,17 @@ def _rdivmod(a: Any, b: Any) -> Any:
     return _divmod(b, a)
 
 
-_PARTS = {"real": property(lambda number: number), "imag": property(lambda number: 0.0)}
+_ITSELF = property(lambda number: number)
+# Those of SymInt are found by the user's code alone: torch asks for some to tell a SymInt from an int.
+_PARTS: dict[type, dict[str, property]] = {
+    torch.SymFloat: {"real": _ITSELF, "imag": property(lambda number: 0.0)},
+    torch.SymInt: {
+        "real": _ITSELF,
+        "numerator": _ITSELF,
+        "imag": property(lambda number: 0),
+        "denominator": property(lambda number: 1),
+    },
+}
 
 
 def _outcome_of(original: Any) -> Any:

@@ -66,8 +66,7 @@ class ChangingState:
     Attributes:
         numbers: paths of numbers, and of the lists and dictionaries that the step replaces by others.
         tried: paths of arguments that are symbols although no call has changed them, until an operation uses them.
-            Attempts in which the user's code catches an exception do without: what a symbol raises is not what a number
-            raises.
+            Attempts in which the user's code meets an exception do without.
         growing: paths of lists to which the step appends, without reading them.
         read: paths of lists that the step reads.
         values: paths of arguments that change and are guarded by their values all the same, since a capture with their
@@ -78,6 +77,7 @@ class ChangingState:
         plain_tables: paths of lists that must be plain all the same, because the step writes to them.
         plain_floats: whether functions in C++ get the values of symbolic floats, since one of them computes with these.
         names: those of attributes that the step computes (:mod:`weft.capture.record.computed_names`).
+        plain: whether no number and no size is a symbol, learning rates included, but for sizes marked as dynamic.
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
@@ -91,6 +91,7 @@ class ChangingState:
     plain_tables: frozenset[str] = frozenset()
     plain_floats: bool = False
     names: frozenset[str] = frozenset()
+    plain: bool = False
     closed: bool = False
 
 
@@ -147,6 +148,7 @@ class PythonNumbers:
         self._changing = changing.numbers - self._kept
         self._tried = changing.tried
         self._closed = changing.closed
+        self._plain = changing.plain
         self._by_entry: dict[tuple[int, Any], Any] = {}
         self._late: set[sympy.Symbol] = set()
 
@@ -183,7 +185,7 @@ class PythonNumbers:
 
     def _symbolic(self, value: Any, place: StatePlace, *, rate: bool) -> Any:
         if type(value) is not tuple:
-            wanted = (rate and isinstance(value, float)) or place.path in self._changing
+            wanted = (rate and isinstance(value, float) and not self._plain) or place.path in self._changing
             return self._symbol(value, place) if wanted and may_be_symbolic(value) else value
         items = [self._symbolic(item, place.inside(at), rate=False) for at, item in enumerate(value)]
         return value if all(map(operator.is_, items, value)) else tuple(items)

@@ -81,7 +81,7 @@ from weft.capture.record.templates import Templates
 from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import scripts_interpreted
-from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
+from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import MISSING, Container, StatePlace
@@ -202,7 +202,7 @@ class _StepCapture:
             self.state.add(obj, path)
         self.met |= set(map(id, state.objects))
         self.made, self.collect = escapes.made, escapes.collect
-        self.dynamic = dynamic | self.arguments.marked_dynamic()
+        self.dynamic = (dynamic if not changing.plain else frozenset()) | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
         self.recorder.float_tags.used = not changing.plain_floats
         self.streams = Streams(self.recorder)
@@ -241,7 +241,8 @@ class _StepCapture:
                 results: list[Any] = [None]  # of which no variable holds one: references to them are counted
                 raised = False
                 try:
-                    caught = caught_exceptions_noted(self.found)
+                    changes = bool(self.changing.numbers or self.sizes.sizes)
+                    caught = self.found.exceptions_noted(self.state.functions, bool(self.numbers.found), changes)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
                     answered, inside = self.branches.answered(), functions.active_in_backward()
                     keys = plain_keys_in_state(self.state.containers)

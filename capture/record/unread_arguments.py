@@ -6,7 +6,7 @@ change. It can be passed on, and each call takes its own value; and it can be co
 is a guard. Whatever else looks inside (a hash, a length, a method) ends the attempt, and the value is a guard again.
 
 Code in C that wants the value itself finds an object of another type and raises. So an attempt in which the user's code
-caught any exception is not trusted either.
+met such an exception is not trusted either.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import contextlib
 import gc
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.capture.record.ended_runs import RunEnded
 from weft.capture.record.late_text import late_text
+from weft.capture.record.met_exceptions import MetException, exceptions_noted, may_catch
 from weft.capture.record.numpy_arguments import may_be_input
 from weft.capture.record.recorder import recording
 from weft.capture.state.containers import StatePlace
 from weft.capture.user_code import formatting_frame
-from weft.source_files import is_user_file
 
 _KINDS = frozenset({str, bytes, bytearray, set, frozenset})
 _READING = (
@@ -33,15 +33,6 @@ _READING = (
     "isub or ror ior and rand iand xor rxor ixor int float index complex bytes reversed sizeof buffer array "
     "array_ufunc array_function copy deepcopy reduce reduce_ex"
 )
-
-
-# Exceptions that code in C raises where it gets a stand-in. To look at an attribute of one raises `ArgumentRead`.
-_OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemError, BufferError)
-
-_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-
-# Packages with which a capture computes, and which raise and catch for reasons of their own.
-_OF_CAPTURES = frozenset({"sympy", "mpmath", "numpy"})
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,10 @@ class ValuesOfArguments:
         arrays: arrays of the state that are compared with what they held, of an attempt that failed.
         written: lists among those with a stand-in to which the step writes.
         names: those of attributes that the step has computed, and that the walk of the state did not follow.
-        caught: whether the user's code met an exception that reading one of them may have raised.
         tried: whether numbers are symbols by way of trial.
+        compared: whether the exceptions that the user's code meets are compared with those of another attempt.
+        symbols: whether other numbers, or sizes, are symbols.
+        met: the exceptions that the user's code met (:mod:`weft.capture.record.met_exceptions`).
     """
 
     inputs: set[str] = field(default_factory=set)
@@ -89,8 +82,24 @@ class ValuesOfArguments:
     arrays: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    caught: bool = False
     tried: bool = False
+    compared: bool = False
+    symbols: bool = False
+    met: list[MetException] = field(default_factory=list)
+
+    def exceptions_noted(
+        self, functions: Iterable[types.FunctionType], symbols: bool, changes: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, exceptions are noted where code of the step may catch what stand-ins and symbols raise.
+
+        Args:
+            functions: that the step can call.
+            symbols: whether there are symbolic numbers.
+            changes: whether there are more of them than learning rates, which every step with an optimizer has.
+        """
+        self.symbols = symbols or changes
+        needed = self.unread or self.tried or self.compared or may_catch(functions, libraries=changes)
+        return exceptions_noted(self.met) if needed else contextlib.nullcontext()
 
 
 class ArgumentRead(RunEnded):
@@ -170,33 +179,3 @@ def may_be_unread(value: Any) -> bool:
     """Whether an argument can be passed on unread: a text, bytes, a set, or an array that is no input."""
     numpy = sys.modules.get("numpy")
     return type(value) in _KINDS or (numpy is not None and type(value) is numpy.ndarray and not may_be_input(value))
-
-
-@contextlib.contextmanager
-def caught_exceptions_noted(found: ValuesOfArguments) -> Iterator[None]:
-    """Inside, ``found.caught`` becomes True at an exception in code of the user's or of libraries: where there are
-    arguments that the step may pass on unread, one of the kinds that a value of a wrong type raises; where numbers are
-    symbols by way of trial, any but the end of an iterator."""
-    if not (found.unread or found.tried):
-        yield
-        return
-
-    def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package in _OF_CAPTURES or not is_user_file(frame.f_code.co_filename):
-            return None
-        frame.f_trace_lines = False
-        return step
-
-    def step(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event == "exception":
-            counts = not issubclass(argument[0], _ENDS) if found.tried else issubclass(argument[0], _OF_WRONG_TYPES)
-            found.caught |= counts
-        return step
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
