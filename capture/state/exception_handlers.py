@@ -44,7 +44,7 @@ def handlers_in(code: types.CodeType) -> list[Handler]:
 
 def _handlers(code: types.CodeType) -> Iterator[Handler]:
     """An entry of the exception table names the innermost handler. The next one is around that handler."""
-    entries = dis.Bytecode(code).exception_entries if code.co_exceptiontable else ()
+    entries = dis.Bytecode(code).exception_entries if code.co_exceptiontable else ()  # type: ignore[missing-attribute]
     steps = [*dis.get_instructions(code)] if entries else []
     position = {step.offset: at for at, step in enumerate(steps)}
     caught = {each.target: _caught(steps[position[each.target] :], code) for each in entries}
