@@ -41,7 +41,7 @@ from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.real_operations import operations_for_real
 from weft.capture.record.resized_outputs import written_by
-from weft.capture.record.runtime_checks import HOST_ASSERTS, assert_on_host, check
+from weft.capture.record.runtime_checks import CHECKS, check, check_in_python
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.record.value_gradients import ValueGradients
@@ -170,9 +170,9 @@ class OpRecorder(TorchDispatchMode):
             return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
             raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
-        if op in HOST_ASSERTS and self._fake(args[0]).device.type == "cpu":
+        if op in CHECKS and (checked := check_in_python(op, self._fake(args[0]))) is not None:
             with self:
-                return assert_on_host(*args)
+                return checked(*args, **kwargs)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
             return total
         self.runs_operation = True

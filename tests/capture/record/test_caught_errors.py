@@ -241,3 +241,36 @@ def test_an_exception_of_the_capture_that_a_step_catches_is_an_error(name: str) 
 
     with pytest.raises(weft.errors.CannotCapture, match="test_caught_errors"):
         weft.compile(step)(torch.ones(2))
+
+
+def jittered(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """A Cholesky factor, of a matrix with as much on its diagonal as it takes."""
+    scaled, jitter = x * weight, 0.0
+    while True:
+        try:
+            factor = torch.linalg.cholesky(scaled + jitter * torch.eye(3))
+            break
+        except torch.linalg.LinAlgError as error:
+            jitter, said = jitter + 2.0, str(error)
+    loss = factor.diagonal().log().sum()
+    loss.backward()
+    gradient, weight.grad = weight.grad, None
+    return loss.detach(), (gradient, jitter, said if jitter else "")
+
+
+def test_a_factor_that_does_not_exist() -> None:
+    good, bad = torch.eye(3) * 2, torch.diag(torch.tensor([1.0, -1.0, 2.0]))
+    weight = torch.tensor(1.0, requires_grad=True)
+    compared(jittered, [(each, weight) for each in (good, bad, good, bad * 0.5, bad)])
+
+
+def test_singular_matrices_of_a_batch() -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> Any:
+        try:
+            return torch.linalg.solve(a, b), ""
+        except RuntimeError as error:
+            return a @ b, str(error)
+
+    one, zero, b = torch.eye(3), torch.zeros(3, 3), torch.ones(2, 3, 1)
+    batches = [torch.stack(pair) for pair in ((one, one), (one, zero), (zero, one), (one * 2, one))]
+    compared(step, [(batch, b) for batch in batches])
