@@ -308,6 +308,13 @@ python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for 
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
 
 
+def cast_gradients(ctx: Any, dtype: torch.dtype | None) -> None:
+    """In the forward of a Function with one output: autograd casts each gradient of the output to `dtype` before it
+    adds them up; None adds them as they come. Before torch 2.14 the dtype is always that of the output."""
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(dtype)
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, jvp, vmap) runs in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -59,7 +59,13 @@ def move_to(tree: Any, device: torch.device) -> Any:
     return map_tensors(lambda t: t if t.device == device else t.to(device), tree)
 
 
+def has_grad_dtypes(policy: MixedPrecisionPolicy) -> bool:
+    """Whether the policy is one of torch 2.15, whose FSDP2 sets the `grad_dtype` of gathered parameters. Policies of
+    earlier ones have no `param_dtype_override_fn`."""
+    return hasattr(policy, "param_dtype_override_fn")
+
+
 def reduces_in_grad_dtype(policy: MixedPrecisionPolicy) -> bool:
     """Whether gradients are reduced in the `grad_dtype` of their parameter: what a policy without a `reduce_dtype` says
-    in torch 2.15. In earlier ones, whose policies have no `param_dtype_override_fn`, it says `param_dtype`."""
-    return policy.reduce_dtype is None and hasattr(policy, "param_dtype_override_fn")
+    in torch 2.15. In earlier ones it says `param_dtype`."""
+    return policy.reduce_dtype is None and has_grad_dtypes(policy)

@@ -31,6 +31,7 @@ class ReduceGradient(torch.autograd.Function):
     def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter, dtype: torch.dtype) -> torch.Tensor:
         """The anchor: the gathered parameter's shape and dtype, every stride 0, one element of memory."""
         ctx.param = param
+        torch_adapter.cast_gradients(ctx, None)  # Attach has cast them.
         device = param.residence.device
         return torch.empty((), dtype=dtype, device=device).expand(param.layout.shape)
 
@@ -49,18 +50,25 @@ class Attach(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        gathered: list[torch.Tensor],
+        param: ShardedParameter,
+        grad_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
         # The graph keeps the anchor alive: a later gather of the same forward finds it
         # (ShardedParameter.anchor).
         """The gathered tensor itself, now with ``anchor`` as its autograd input."""
-        ctx.anchor, ctx.param = anchor, param
+        ctx.anchor, ctx.param, ctx.grad_dtype = anchor, param, grad_dtype
+        torch_adapter.cast_gradients(ctx, grad_dtype)
         return gathered[0]
 
     @staticmethod
     @torch_adapter.untraced
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Pass the gradient of the gathered tensor on to the anchor."""
-        return ctx.param.layout.unwrap_gradient(grads[0]), None, None
+        return ctx.param.layout.unwrap_gradient(grads[0]), None, None, None
 
 
 class AfterBackward(torch.autograd.Function):

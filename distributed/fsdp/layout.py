@@ -82,6 +82,12 @@ class ShardLayout:
             whole, mesh, placements, run_check=False, shape=self.global_shape, stride=self.global_stride
         )
 
+    @property
+    def may_reduce_outside(self) -> bool:
+        """Whether `unwrap_gradient` may have to sum a gradient over a dimension that is not data-parallel."""
+        placements = self.model_parallel[1] if self.model_parallel is not None else ()
+        return any(isinstance(p, Replicate) for i, p in enumerate(placements) if i not in self.kept_partial)
+
     def unwrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The local part of a gradient of what `wrap_whole` returned."""
         if self.model_parallel is None or not isinstance(grad, DTensor):

@@ -25,7 +25,7 @@ from weft.distributed.fsdp.reduction import (
     choose_division,
     reduce_scatter,
 )
-from weft.distributed.mixed_precision import reduces_in_grad_dtype
+from weft.distributed.mixed_precision import has_grad_dtypes, reduces_in_grad_dtype
 from weft.distributed.ops import pad_shard, take_shard, unpad_shard
 from weft.errors import ParameterReplaced, UnshardableParameter
 
@@ -237,17 +237,28 @@ class ShardedParameter:
     def _attach(self) -> None:
         """Let gradients reach the leaf through the gathered tensor, or not, as the leaf says now."""
         assert self.gathered is not None
-        needed = self.sharded.requires_grad
-        if not torch.is_grad_enabled() or self.gathered.requires_grad == needed:
+        if not torch.is_grad_enabled():
             return
-        if not needed:
-            self.gathered = self.gathered.detach()
+        attached, grad_dtype = self.gathered.grad_fn, self._grad_dtype_of_uses()
+        if not self.sharded.requires_grad:
+            self.gathered = self.gathered if attached is None else self.gathered.detach()
+            return
+        if attached is not None and not self._is_out_of_date(attached, grad_dtype):
             return
         # A compiled step may have left it here as a view, which autograd would not let anyone write to.
-        gathered = self.gathered.detach() if self.gathered._is_view() else self.gathered
-        self.gathered = Attach.apply(self._anchor(), [gathered], self)
+        is_view = attached is not None or self.gathered._is_view()
+        gathered = self.gathered.detach() if is_view else self.gathered
+        self.gathered = Attach.apply(self._anchor(), [gathered], self, grad_dtype)
         # So that isinstance(module.weight, nn.Parameter) holds inside forward too.
         self.gathered._is_param = True  # type: ignore[attr-defined]
+
+    def _is_out_of_date(self, attached: Any, grad_dtype: torch.dtype | None) -> bool:
+        """Whether a tensor kept from an earlier backward would send gradients to the anchor of that one, or add them up
+        in another dtype. Where the user changed the tensor in place, autograd has a node of its own, which is kept.
+        """
+        if not hasattr(attached, "anchor"):
+            return False
+        return attached.anchor is not self.anchors.get("") or attached.grad_dtype != grad_dtype
 
     def _anchor(self) -> torch.Tensor:
         """The anchor of this iteration: until backward is done, or no graph is left that gathered by it."""
@@ -257,6 +268,27 @@ class ShardedParameter:
             anchor = ReduceGradient.apply(self.sharded, self, self.gathered.dtype)
             self.anchors[""] = anchor
         return anchor
+
+    def _grad_dtype_of_uses(self) -> torch.dtype | None:
+        """The dtype to which the gradient of each use of the gathered tensor is cast before they are added up; None:
+        they are added as they come. It is the `grad_dtype` that torch's FSDP2 sets: since 2.15 the reduce dtype.
+
+        The cast to a wider one is left to what follows: the reduction, or the addition to the gradients of earlier
+        backwards. torch decides that when backward reaches the module. Here it is decided when forward does, as
+        autograd wants to know it then: a difference only where settings change, or another backward runs, in between.
+        """
+        assert self.gathered is not None
+        if not has_grad_dtypes(self.policy):
+            return self.gathered.dtype
+        dtype = self.policy.reduce_dtype or self.sharded.grad_dtype
+        follows = self.options.reduce or self.unreduced is not None
+        if dtype is None or (follows and self._is_wider(dtype) and not self.layout.may_reduce_outside):
+            return None
+        return dtype
+
+    def _is_wider(self, dtype: torch.dtype) -> bool:
+        compute = self.compute_dtype
+        return compute.is_floating_point and dtype.is_floating_point and dtype.itemsize > compute.itemsize
 
     def _to_front(self, tensor: torch.Tensor) -> torch.Tensor:
         """The split dimension moved to the front, where collectives cut."""

@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from harness import run_ranks
 from weft.distributed import fsdp as weft_fsdp
 from weft.errors import UnsupportedPolicy
@@ -171,14 +173,26 @@ def recomputed_in_wrapped(shard: Shard_, mesh: DeviceMesh, rank: int, how: str) 
     return train(wrap(shard, model, mesh, reshard_after_forward=True), rank)
 
 
-def accumulated(shard: Shard_, mesh: DeviceMesh, rank: int, policy: Any, keep: bool = False) -> Any:
-    """Three micro-batches, reduced with the last; a parameter gets a gradient only in the first."""
+def accumulated(
+    shard: Shard_,
+    mesh: DeviceMesh,
+    rank: int,
+    policy: Any,
+    keep: bool = False,
+    repeats: int = 1,
+    compiled: bool = False,
+) -> Any:
+    """Three micro-batches, reduced with the last; the first uses a block once more. `compiled` is about weft's.
+
+    The last one uses each block once: torch reduces what it has each time that backward leaves a block, weft once.
+    """
     model = wrap(shard, build(), mesh, policy)
 
-    def backward(model: Any, step: int, ids: torch.Tensor) -> torch.Tensor:
+    def micro_batches(ids: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(()).to(mesh.device_type)
         for at, micro in enumerate((ids[:2], ids[2:3], ids[3:])):
             last = at == 2
+            model.repeats = 1 if last else repeats
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
             if keep:
@@ -190,7 +204,8 @@ def accumulated(shard: Shard_, mesh: DeviceMesh, rank: int, policy: Any, keep: b
             total += loss.detach()
         return total
 
-    return train(model, rank, backward)
+    run = weft.compile(micro_batches) if compiled and shard is weft_fsdp.fully_shard else micro_batches
+    return train(model, rank, lambda model, step, ids: run(ids))
 
 
 def frozen(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
@@ -232,6 +247,31 @@ def hybrid(shard: Shard_, mesh: DeviceMesh, rank: int, policy: Any) -> Any:
             model.set_requires_all_reduce(at == 1)
             loss = loss_of(model, micro)
             loss.backward()
+        return loss
+
+    return train(model, rank, backward)
+
+
+def sequence_parallel(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
+    """The gradient of the norm's weight is summed over the ranks of tensor parallelism, then reduced."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8, bias=False))
+    torch.manual_seed(0)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    plan = {
+        "0": torch_parallel.SequenceParallel(sequence_dim=0),
+        "1": torch_parallel.ColwiseParallel(input_layouts=Shard(0)),
+        "3": torch_parallel.RowwiseParallel(output_layouts=Shard(0), use_local_output=True),
+    }
+    torch_parallel.parallelize_module(model, mesh[names[0]], plan)
+    shard(model, mesh=mesh[names[1]], mp_policy=BF16)
+
+    def backward(model: Any, step: int, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
         return loss
 
     return train(model, rank, backward)
@@ -394,7 +434,13 @@ WRAPPING: dict[str, Callable[..., Any]] = {
     "sum of two forwards": partial(two_forwards, together=True),
     "two forwards, two backwards": partial(two_forwards, together=False),
     "another forward method": other_forward,
-    "accumulated, kept between": partial(accumulated, policy=BF16, keep=True),
+    "called twice, reduced in less": partial(called_twice, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+}
+
+ACCUMULATING: dict[str, Callable[..., Any]] = {
+    f"{name}, {how}": partial(accumulated, policy=policy, repeats=2, **options)
+    for name, policy in (("bfloat16", BF16), ("no reduce dtype", MixedPrecisionPolicy(torch.bfloat16)))
+    for how, options in (("resharded", {}), ("kept between", {"keep": True}), ("compiled", {"compiled": True}))
 }
 
 RECOMPUTING: dict[str, Callable[..., Any]] = {
@@ -425,7 +471,9 @@ POLICIES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    "cases", [MATRIX, WRAPPING, RECOMPUTING, POLICIES], ids=["matrix", "wrapping", "recomputing", "policies"]
+    "cases",
+    [MATRIX, WRAPPING, ACCUMULATING, RECOMPUTING, POLICIES],
+    ids=["matrix", "wrapping", "accumulating", "recomputing", "policies"],
 )
 def test_equals_torch_on_two_ranks(cases: dict[str, Callable[..., Any]]) -> None:
     assert run_ranks(compare, 2, (2,), cases, timeout=100) == [list(cases)] * 2
@@ -470,6 +518,10 @@ def test_hybrid_sharding_equals_torch() -> None:
         "tied": tied,
     }
     run_ranks(compare, 4, (2, 2), cases, timeout=100)
+
+
+def test_tensor_parallelism_equals_torch() -> None:
+    run_ranks(compare, 4, (2, 2), {"sequence parallel": sequence_parallel}, timeout=100)
 
 
 def test_one_rank_equals_torch() -> None:
