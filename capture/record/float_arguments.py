@@ -143,6 +143,10 @@ class FloatArguments:
         use = _USES.get(name) or _USES_BY_SIZE[name](args[0] if args else kwargs[_FIRST[name]])
         numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.SymFloat)]
         if use is None or not self._tags.used or not all(map(_has_tag, numbers)):
+            if use is not None and use.formulas and _wants_gradient((*args, *kwargs.values())):
+                # Without a tag it is not known what backward computes of a Scalar. Of a symbolic exponent, torch 2.15
+                # computes in the dtype of the base, with other bits than of a number. So the value is a guard.
+                args, kwargs = tuple(map(_fixed, args)), {key: _fixed(each) for key, each in kwargs.items()}
             return function(*args, **kwargs)
         args = tuple(self._argument(each, use) for each in args)
         kwargs = {key: self._argument(each, use) for key, each in kwargs.items()}
@@ -206,6 +210,14 @@ def _has_tag(number: torch.SymFloat) -> bool:
         return False
     value = abs(number.node.hint)
     return value == 0 or 1e-30 < value < 1e30
+
+
+def _wants_gradient(arguments: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+
+
+def _fixed(argument: Any) -> Any:
+    return float(argument) if isinstance(argument, torch.SymFloat) else argument
 
 
 def _nobody(*args: Any) -> bool:
