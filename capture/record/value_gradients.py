@@ -108,7 +108,7 @@ def _products_up_to(
         return given
     further = torch.is_grad_enabled()
     if further and bool((x == 0).any()):
-        return given
+        return (_of_each_product(gradient.to(x.dtype), x.conj(), dim),)
     result = (_result() if further else x.cumprod(dim, dtype=gradient.dtype)).conj()
     gradient, sum_from = gradient.to(x.dtype), lambda terms: terms.flip(dim).cumsum(dim).flip(dim)
     if further:
@@ -122,6 +122,21 @@ def _products_up_to(
     product_before = result.gather(dim, (index - 1).relu()).masked_fill(index == 0, 1)
     of_first = (product_after * gradient.masked_fill(~after, 0)).sum(dim, keepdim=True) * product_before
     return (torch.where(first, of_first, of_others).to(x.dtype),)
+
+
+def _of_each_product(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The gradient of cumulative products for any values, with further gradients: what each element is multiplied by.
+
+    torch 2.14 and later have another formula, with other rounding, for fake tensors.
+    """
+    size, parts = x.shape[dim], []
+    for at in range(size):
+        others = x.narrow(dim, 0, at).prod(dim, keepdim=True) if at else x.new_ones(1).expand_as(x.narrow(dim, 0, 1))
+        if at < size - 1:
+            after = x.narrow(dim, at + 1, size - at - 1).cumprod(dim)
+            others = torch.cat([others, others.expand_as(after) * after if at else after], dim)
+        parts.append((gradient.narrow(dim, at, size - at) * others).sum(dim))
+    return torch.stack(parts, dim)
 
 
 def _chosen_element(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Formula:
