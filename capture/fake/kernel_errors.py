@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.user_code import user_line
-from weft.errors import CannotCapture
+from weft.errors import CannotCapture, UncapturableLayout
 from weft.torch_adapter import OpOverload
 
 # Other classes below these are of torch's tracer.
@@ -41,9 +41,11 @@ def kernel_error(error: Exception, op: OpOverload, args: tuple[Any, ...], kwargs
         except _UnknownOperand:
             return error
         try:
-            op(*operands[0], **operands[1])
+            made = op(*operands[0], **operands[1])
         except REFUSALS as found:
             return found.with_traceback(error.__traceback__)  # an error of the operation's, not of this file's
+    if isinstance(made, torch.Tensor) and made.layout is not torch.strided:
+        return UncapturableLayout(str(op), made.layout, user_line())  # some versions of torch have a rule for it
     if isinstance(error, NotImplementedError):
         return CannotCapture(user_line(), f"torch has no rule for the result of {op}", "Move it out of the step")
     return error

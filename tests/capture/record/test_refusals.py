@@ -190,7 +190,7 @@ def blocked(x: torch.Tensor) -> Any:
     ("step", "error", "why"),
     [
         (quantized, UncapturableLayout, "fake_quantize"),
-        (blocked, CannotCapture, "no rule for the result of aten.to_mkldnn"),
+        (blocked, UncapturableLayout, "dense"),
         (chosen, CannotCapture, "in Python"),
         (multiplied, UncapturableLayout, "dense"),
     ],
