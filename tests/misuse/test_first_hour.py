@@ -117,8 +117,10 @@ def test_a_wrong_shape_is_one_error_with_the_users_lines_only(caplog: pytest.Log
     step = weft.compile(stepped(torch.optim.SGD(model.parameters()), model))
     with pytest.raises(RuntimeError) as found:
         step(torch.randn(2, 7))
-    assert str(found.value) == "mat1 and mat2 shapes cannot be multiplied (2x7 and 8x8)"
-    assert_on_page(f"RuntimeError: {found.value}")
+    with pytest.raises(RuntimeError) as eager:
+        model(torch.randn(2, 7))
+    assert str(found.value) == str(eager.value)
+    assert_on_page(f"RuntimeError: {str(found.value).removeprefix('addmm: ')}")  # which torch 2.15 says first
     files = [Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)]
     assert files == ["test_first_hour.py", "test_first_hour.py"]
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
