@@ -62,7 +62,7 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: 
             computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
         return computed[node]
 
-    if not inputs or not isinstance(value, torch.fx.Node) or not _can_be_computed(value, inputs, most):
+    if not isinstance(value, torch.fx.Node) or not _can_be_computed(value, inputs, most):
         return None
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         try:

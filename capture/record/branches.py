@@ -148,8 +148,11 @@ class Branches:
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
-        usual = usual_outcome(expr) if asked_by_a_call() else outcome_without_skip()
-        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual))
+        by_call = asked_by_a_call()
+        usual = usual_outcome(expr) if by_call else outcome_without_skip()
+        # A boolean is no size, though torch asks whether it is 1: ``bool(loss > 1)``. The other form knows more of it.
+        expected_first = by_call and expr.free_symbols <= symbols.booleans
+        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual, expected_first))
         return self._answers[expr]
 
     def _computed(self, fake_result: Callable[[], Any]) -> Any:
@@ -170,12 +173,15 @@ class Branches:
         self._answers[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))
         return True
 
-    def _decide(self, value: torch.fx.Node, assumed: bool | None, usual: bool | None = None) -> Outcome:
+    def _decide(
+        self, value: torch.fx.Node, assumed: bool | None, usual: bool | None = None, expected_first: bool = False
+    ) -> Outcome:
         """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
 
         Args:
             assumed: the outcome to capture where none is known.
             usual: the outcome to capture where neither ``assumed`` nor the inputs give one.
+            expected_first: whether the expected outcome comes before ``usual``.
 
         Raises:
             Undecided: it has no outcome yet.
@@ -184,10 +190,9 @@ class Branches:
         outcome = known[0] if known else assumed
         if outcome is None:
             outcome = self._answer_from_inputs(value)
-        if outcome is None:
-            outcome = usual
-        if outcome is None:
-            outcome = next(iter(self._expected[len(self.taken) :]), None)
+        expected = next(iter(self._expected[len(self.taken) :]), None)
+        for likely in (expected, usual) if expected_first else (usual, expected):
+            outcome = likely if outcome is None else outcome
         if not self.undecided:  # otherwise the step caught the exception that was to end it
             self._cut(value, outcome)
         if outcome is None or self.undecided:

@@ -110,6 +110,7 @@ class Symbols:
 
     Attributes:
         computed: the symbols that are results of one operation on other numbers, in the order in which they were made.
+        booleans: the symbols that are booleans, as 0 and 1.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Symbols:
         self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
         self._asserted: set[Any] = set()
         self.computed: dict[sympy.Symbol, Computed] = {}
+        self.booleans: set[sympy.Symbol] = set()
 
     def define(self, value: Number, origin: Callable[[], torch.fx.Node], *, is_size: bool = False) -> None:
         """Define the symbol behind ``value``; ``origin`` makes its node when it is first needed.
@@ -132,6 +134,7 @@ class Symbols:
         expr = value.node.expr
         if isinstance(expr, sympy.Eq) and expr.args[1] == 1:  # a bool is the question whether a number is 1
             expr = expr.args[0]
+            self.booleans.add(expr)
         if isinstance(expr, sympy.Symbol) and expr not in self._origins:
             self._origins[expr] = origin
             if symbol_is_type(expr, _UNBACKED):
