@@ -67,6 +67,12 @@ def trained(compiled: bool, make: Any, how: str) -> list[torch.Tensor]:
     ],
 )
 def test_a_step_that_drops_the_state_of_its_optimizer_trains_as_eager_does(optimizer: str, how: str) -> None:
+    if optimizer == "Adagrad" and how != "loaded" and torch.__version__.startswith("2.11"):
+        # Adagrad of torch 2.11 makes its state when it is made itself, and no step makes it anew.
+        for compiled in (False, True):
+            with pytest.raises(KeyError, match="sum"):
+                trained(compiled, OPTIMIZERS[optimizer], how)
+        return
     eager, compiled = (trained(compiled, OPTIMIZERS[optimizer], how) for compiled in (False, True))
     assert len(eager) == len(compiled)
     for a, b in zip(eager, compiled, strict=True):
