@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft import torch_adapter
 from weft.distributed.arguments import check_mesh_dim_names, default_mesh
 from weft.errors import InvalidMesh
+from weft.short_tracebacks import methods_shorten_tracebacks
 
 _TOO_MANY = (
     "it must have one dimension (shard) or two (replicate, shard). Pass a part of it, such as mesh['dp'], or "
@@ -24,6 +25,7 @@ if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     DataParallelMeshDims = torch.distributed.fsdp.DataParallelMeshDims
 else:  # torch 2.11
 
+    @methods_shorten_tracebacks
     @dataclass
     class DataParallelMeshDims:
         """Names of the dimensions of a mesh that are for data: to shard over, and to replicate over."""
