@@ -169,6 +169,14 @@ def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, st
     return aten.slice.Tensor(x, dim, start, end, step)
 
 
+def _select(x: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """torch 2.11 does not ask whether a number that changes from call to call is in range."""
+    known = isinstance(index, torch.SymInt) and index.node.has_hint() and x.dim()
+    if known and (index >= x.shape[dim] or index < -x.shape[dim]):
+        raise IndexError(f"select(): index {index} is out of range for dimension {dim}")
+    return aten.select.int(x, dim, index)
+
+
 def _unbind(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
     """torch 2.11 keeps ``dim`` in the elements, with size 1, where only the data decides how many there are."""
     return [aten.select.int(x, dim, at) for at in range(x.shape[dim])]
@@ -278,6 +286,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
+    aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.unbind.int: _unbind,
     aten.dropout.default: _dropout,
