@@ -30,6 +30,7 @@ _CHECKING_NODES = frozenset({"LinalgEighBackward0", "LinalgEigBackward0", "Linal
 _BETWEEN = ("weft.", "sympy.", "torch.fx.", "torch._", "torch.utils._", "torch.overrides")
 _BUILTINS = ("bool", "any", "all")
 _EXITS = ("exit", "quit")
+_CACHE = dis.opmap["CACHE"]
 
 
 def outcome_without_error() -> bool | None:
@@ -59,7 +60,10 @@ def asked_by_a_call() -> bool:
     frame = _asking(sys._getframe(1))
     if frame is None:
         return False
-    operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while code[at] == _CACHE:  # up to Python 3.12 a call of a function in Python runs behind its instruction
+        at -= 2
+    operation = dis.opname[code[at]]
     # Python 3.11 calls a function in C at PRECALL, once the code around it has run a few times.
     return operation.startswith(("CALL", "PRECALL")) or operation.endswith(("_SUBSCR", "_SLICE"))
 
