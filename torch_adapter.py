@@ -305,6 +305,9 @@ post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 register_listed_hooks = lambda tensor, hooks: setattr(tensor, "_post_accumulate_grad_hooks", hooks)
 address = operator.attrgetter("_cdata")  # of a tensor in C++; `swap_tensors` changes it, and leaves hooks behind
 python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for fakes comes before one in C++
+# Functions in C++ that are made of other operations, as matmul and linear, want sizes as integers, and have a rule in
+# Python for symbolic ones.
+COMPOSITES_WANT_INTEGERS = torch.__version__.startswith("2.11")
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
 
 

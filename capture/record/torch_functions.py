@@ -30,7 +30,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.replaced_functions import original_function
 from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.shown_symbols import ShownSymbols
-from weft.capture.record.size_arguments import SIZE_FUNCTIONS, is_resized
+from weft.capture.record.size_arguments import SIZE_FUNCTIONS, calls_size_function
 from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
 from weft.capture.record.tensor_classes import symbolic_numbers
 from weft.capture.record.tensor_copies import deep_copy
@@ -154,7 +154,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             if func in FLOAT_FUNCTIONS:
                 return self._floats.call(func, args, kwargs)
             func = self._inside(func, self)
-        elif is_resized(func, args, kwargs):
+        elif calls_size_function(func, args, kwargs):
             func = self._inside(func, self)
         try:
             return func(*args, **kwargs)

@@ -65,6 +65,40 @@ def test_an_integer_that_changes_is_one_capture(name: str) -> None:
     assert len(step.captures) <= 3 + len({0, 1}.intersection(values)), step.captures
 
 
+WEIGHT = torch.linspace(0.5, 1, 5)
+# Of rows, of which each call has another number, and of a layer of 8 inputs and 5 outputs.
+PRODUCTS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "a layer": lambda x, layer: layer(x),
+    "a layer of strided rows": lambda x, layer: layer(x.transpose(0, 1)),
+    "weights": lambda x, layer: x @ layer.weight.t(),
+    "weights without gradients": lambda x, layer: x.matmul(layer.weight.detach().t()) * layer.bias,
+    "a vector": lambda x, layer: torch.matmul(x, layer.weight[0].detach()) * layer.bias[0],
+    "rows": lambda x, layer: layer(x) @ layer(x).mT,
+    "a power": lambda x, layer: torch.linalg.matrix_power(x.mT @ x, 3) + layer.bias[0],
+    "attention": lambda x, layer: F.scaled_dot_product_attention(*[layer(x)[:, None]] * 3, attn_mask=torch.eye(4)),
+    "attention with a mask that is trained": lambda x, layer: F.scaled_dot_product_attention(
+        *[x[:, None]] * 3, attn_mask=layer.weight[:4, :4]
+    ),
+    "probabilities": lambda x, layer: F.cross_entropy(layer(x[:, 0]), x[:, 1, :5].softmax(1)),
+    "smoothed probabilities": lambda x, layer: F.cross_entropy(
+        layer(x).mT, x[..., :5].softmax(2).mT, weight=WEIGHT, reduction="none", label_smoothing=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_captured_once_for_all_numbers_of_rows(name: str, of_data: bool) -> None:
+    """torch 2.11 multiplies in C++ that wants sizes as integers."""
+    rows = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(1))
+
+    def loss(layer: nn.Linear, x: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        return PRODUCTS[name](x if kept is None else x[kept], layer).square().sum()
+
+    calls = [(rows, torch.arange(12) < at) if of_data else (rows[:at],) for at in (5, 7, 3, 12, 6)]
+    both_ways(training(loss, lambda: nn.Linear(8, 5)), calls, captures=1 if of_data else 2)
+
+
 WRONG: dict[str, tuple[Callable[[int], Any], int]] = {
     "a class too many": (lambda n: F.one_hot(LABELS, n), 4),
     "no classes": (lambda n: F.one_hot(LABELS, n), 0),
