@@ -111,6 +111,8 @@ class Branches:
                 return outcome
 
         def is_true(node: SymNode, file: str, line: int) -> bool:
+            if node.shape_env is shape_env and torch_adapter.compares_keys(node.expr, file):
+                return False  # two numbers are two entries; what the table has under a key depends on no number
             # Whether a number is true depends on less than the number: it is a question of its own.
             if node.shape_env is shape_env and not node.is_bool():
                 return bool(shape_env.evaluate_expr(sympy.Ne(node.expr, 0)))

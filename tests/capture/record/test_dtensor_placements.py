@@ -88,3 +88,18 @@ def test_placed_as_torch_places_all(case: str, monkeypatch: pytest.MonkeyPatch) 
     assert type(found.output_spec) is type(wanted.output_spec)
     assert found.output_spec == wanted.output_spec
     assert str(found.output_spec) == str(wanted.output_spec)
+
+
+def test_numbers_without_values_in_operations_on_dtensors_ask_no_question() -> None:
+    """Torch 2.11 compared some of the numbers, by chance, to find the placement of a result in a table."""
+    with weft.fake_world(2):
+        x, ones = tensors(init_device_mesh("cpu", (2,)), Replicate(), shapes=((4,), (4,)))
+
+        def step(numbers: torch.Tensor) -> None:
+            for number in numbers.tolist():
+                x.addcdiv_(ones, ones, value=number)
+
+        graph = weft.capture(step, torch.rand(100)).graph
+    names = [getattr(node.target, "__name__", "") for node in graph.nodes]
+    assert "branch" not in names
+    assert sum("addcdiv" in name for name in names) == 100
