@@ -378,13 +378,18 @@ def dtensor_with(local: torch.Tensor, spec: Any) -> Any:
     return kind.__new__(kind, local, spec, requires_grad=False)  # its `__init__` does nothing, in 8 microseconds
 
 
-def dtensor_spec_of(local: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> Any:
-    """The `dtensor_spec` of a DTensor whose parts are all like `local`."""
+def dtensor_spec_of(
+    local: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: torch.Size | None = None
+) -> Any:
+    """The `dtensor_spec` of a DTensor whose parts are all like `local`, or of a contiguous one of this shape."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_global_tensor_info
 
-    shape, stride = compute_global_tensor_info(local, mesh, placements)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    if shape is None:
+        sizes, stride = compute_global_tensor_info(local, mesh, placements)
+    else:
+        sizes, stride = shape, make_contiguous_strides_for(shape)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(sizes), tuple(stride), local.dtype))
 
 
 def group_rank(group_name: str) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from weft import torch_adapter
-from weft.distributed.dtensor.conversions import to_local
+from weft.distributed.dtensor.conversions import redistribute, to_local
 
 _c10d = torch.ops._c10d_functional
 
@@ -131,7 +131,7 @@ class _AllGatherToDTensor(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if gradient.placements == (Partial(),):
             return reduce_scatter(to_local(gradient), ctx.dim, ctx.mesh), None, None
-        return to_local(gradient.redistribute(placements=[Shard(ctx.dim)])), None, None
+        return to_local(redistribute(gradient, (Shard(ctx.dim),))), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -1,9 +1,9 @@
-"""From DTensors to local tensors and back, with gradients, at little cost for the host.
+"""From DTensors to local tensors, back, and from layout to layout: with gradients, at little cost for the host.
 
 ``DTensor.to_local`` and ``DTensor.from_local`` work out the layout of each gradient again and go through DTensor's
 dispatch for it, which takes the host some 100 microseconds a tensor. The functions here keep the layout that forward
-has. Where torch's rules need more than that (a gradient of other strides, of another layout, or one that is
-differentiated itself), torch's functions are called.
+has. Their gradients can be differentiated: those of torch 2.11's ``to_local`` and ``redistribute`` are constants to
+autograd, without an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft import torch_adapter
 
@@ -29,11 +29,46 @@ def to_local(x: DTensor, gradient: Placement | None = None) -> Tensor:
     return _ToLocal.apply(x, None if gradient is None else (gradient,))  # type: ignore[no-any-return]
 
 
-def to_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """``DTensor.from_local(x, mesh, [placement], run_check=False)``: the parts of all ranks are alike in size."""
-    if not (torch.is_grad_enabled() and x.requires_grad) or placement.is_partial():
-        return DTensor.from_local(x, mesh, [placement], run_check=False)
-    return _ToDTensor.apply(x, mesh, placement)  # type: ignore[no-any-return]
+def to_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:
+    """``DTensor.from_local(x, mesh, [placement], run_check=False)``.
+
+    Args:
+        size: of the whole tensor along the dimension that is sharded. Without it, the parts of all ranks are alike.
+    """
+    shape = None
+    if isinstance(placement, Shard):
+        placement = Shard(placement.dim % x.dim())
+        if size is not None and size % mesh.size():
+            shape = torch.Size([*x.shape[: placement.dim], size, *x.shape[placement.dim + 1 :]])
+    spec = torch_adapter.dtensor_spec_of(x, mesh, (placement,), shape)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return torch_adapter.dtensor_with(x.detach(), spec)  # type: ignore[no-any-return]
+    return _ToDTensor.apply(x, spec)  # type: ignore[no-any-return]
+
+
+def redistribute(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """``x.redistribute(placements=placements)``; ``x`` itself where it is laid out so. The gradient of a redistribution
+    that does nothing would still be brought to the layout of ``x``, a partial one by an all-reduce."""
+    if x.placements == placements:
+        return x
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x.redistribute(placements=placements)
+    return _Redistribute.apply(x, placements)  # type: ignore[no-any-return]
+
+
+def _of_gradient(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """How the gradient of a DTensor with these placements is laid out: a partial one has a replicated gradient."""
+    return tuple(Replicate() if each.is_partial() else each for each in placements)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor with these strides holds each element once, without gaps."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return 0 in shape
+        expected *= size
+    return True
 
 
 class _ToLocal(torch.autograd.Function):
@@ -49,31 +84,42 @@ class _ToLocal(torch.autograd.Function):
         if gradient is None:
             return None, None
         spec = ctx.spec
-        placements = ctx.grad_placements or tuple(
-            Replicate() if each.is_partial() else each for each in spec.placements
-        )
-        # Under `create_graph` the gradient is differentiated: the conversion has to be an operation of autograd's.
-        if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
-            stride = torch_adapter.dtensor_spec_of(gradient, spec.mesh, spec.placements).stride
-            local = gradient, spec.mesh, placements
-            return DTensor.from_local(*local, run_check=False, shape=spec.shape, stride=stride), None
+        placements = ctx.grad_placements or _of_gradient(spec.placements)
         if placements != spec.placements:
             spec = type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        # The strides of the whole gradient decide whether torch issues collectives for it, so they are those of forward
+        # on every rank. Torch takes them from this rank's part, and those of an empty part mean nothing.
+        if gradient.stride() != ctx.stride:
+            if _is_dense(gradient.shape, ctx.stride):
+                gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
+            else:
+                gradient = gradient.contiguous()
+                spec = torch_adapter.dtensor_spec_of(gradient, spec.mesh, placements, spec.shape)
+        # Under `create_graph` the gradient is differentiated: the conversion has to be an operation of autograd's.
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            return _ToDTensor.apply(gradient, spec), None
         return torch_adapter.dtensor_with(gradient, spec), None
 
 
 class _ToDTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    def forward(ctx: Any, x: Tensor, spec: Any) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.placements = (placement,)
-        return torch_adapter.dtensor_with(x.detach(), torch_adapter.dtensor_spec_of(x, mesh, (placement,)))
+        ctx.placements = _of_gradient(spec.placements)
+        return torch_adapter.dtensor_with(x.detach(), spec)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        if gradient is None:
-            return None, None, None
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(placements=ctx.placements)
-        part = gradient.to_local() if torch.is_grad_enabled() else torch_adapter.local_tensor(gradient)
-        return part, None, None
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return None if gradient is None else to_local(redistribute(gradient, ctx.placements)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.placements = _of_gradient(x.placements)
+        return x.detach().redistribute(placements=placements)  # type: ignore[attr-defined,no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
+        return None if gradient is None else redistribute(gradient, ctx.placements), None

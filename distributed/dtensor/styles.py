@@ -25,7 +25,7 @@ from weft.distributed.dtensor.collectives import (
     reduce_scatter,
     sum_gradient,
 )
-from weft.distributed.dtensor.conversions import to_dtensor, to_local
+from weft.distributed.dtensor.conversions import redistribute, to_dtensor, to_local
 from weft.distributed.dtensor.local_parameters import LocalForward, compute_locally
 from weft.distributed.dtensor.projections import features_of, is_transposed
 from weft.distributed.ops import shard_length, shard_rows
@@ -43,20 +43,9 @@ def _replace(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placemen
     module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
-def _as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:
-    """A DTensor of local tensors. ``size`` is the global size of the dimension sharded, where parts are uneven."""
-    if size is None or size % mesh.size() == 0 or not isinstance(placement, Shard):
-        return to_dtensor(x, mesh, placement)
-    shape = list(x.shape)
-    shape[placement.dim] = size
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _laid_out(x: DTensor, placement: Placement) -> DTensor:
-    """``x``, redistributed where it must be: the gradient of a redistribution that does nothing would still be brought
-    to the layout of ``x``, a partial one by an all-reduce."""
-    return x if x.placements == (placement,) else x.redistribute(placements=[placement])
+def _laid_out(x: Tensor, mesh: DeviceMesh, have: Placement, want: Placement) -> Tensor:
+    """This rank's part of the tensor laid out as ``want`` whose parts, laid out as ``have``, are ``x``."""
+    return to_local(redistribute(to_dtensor(x, mesh, have), (want,)))
 
 
 def _output(
@@ -73,7 +62,7 @@ def _output(
                 return reduce_scatter(x, want.dim, mesh)
         elif want.dim != x.dim() - 1:
             raise _uneven(x, want.dim, mesh)
-    found = _laid_out(_as_dtensor(x, mesh, have, size), want)
+    found = redistribute(to_dtensor(x, mesh, have, size), (want,))
     return to_local(found) if use_local else found
 
 
@@ -159,9 +148,9 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             if use_local or size % mesh.size() == 0:
                 part = _output(y, mesh, Partial(), layout, True)
             else:
-                part = to_local(_laid_out(_as_dtensor(y, mesh, Partial()), layout))
+                part = _laid_out(y, mesh, Partial(), layout)
             part = part + sum_gradient(bias, mesh)
-            return part if use_local else _as_dtensor(part, mesh, layout, size)
+            return part if use_local else to_dtensor(part, mesh, layout, size)
 
         compute_locally(module, mesh, prepare, finish)
 
@@ -179,9 +168,9 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         reads_zeros = not count or module.scale_grad_by_freq
 
         def prepare(call: LocalForward, ids: Any) -> Any:
-            ids = to_local(_laid_out(ids, Replicate())) if isinstance(ids, DTensor) else ids
+            ids = to_local(redistribute(ids, (Replicate(),))) if isinstance(ids, DTensor) else ids
             if given != Replicate():
-                ids = to_local(_laid_out(_as_dtensor(ids, mesh, given), Replicate()))
+                ids = _laid_out(ids, mesh, given, Replicate())
             call.set("padding_idx", padding)
             if reads_zeros:
                 zeros = torch.zeros(1, columns, dtype=module.weight.dtype, device=ids.device)
@@ -222,10 +211,10 @@ class SequenceParallel(torch_parallel.SequenceParallel):
             if not isinstance(x, DTensor):
                 return x
             call.kept["size"] = x.shape[sharded.dim]
-            return to_local(_laid_out(x, sharded))
+            return to_local(redistribute(x, (sharded,)))
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
-            return y if use_local else _as_dtensor(y, mesh, sharded, call.kept.get("size"))
+            return y if use_local else to_dtensor(y, mesh, sharded, call.kept.get("size"))
 
         compute_locally(module, mesh, prepare, finish, tuple(names))
         return module
@@ -283,10 +272,10 @@ class NoParallel(ParallelStyle):
 
         def prepare(call: LocalForward, x: Any) -> Any:
             if isinstance(x, DTensor):
-                return to_local(_laid_out(x, Replicate()))
+                return to_local(redistribute(x, (Replicate(),)))
             if not isinstance(x, Tensor) or given == Replicate():
                 return x
-            return to_local(_laid_out(_as_dtensor(x, mesh, given), Replicate()))
+            return _laid_out(x, mesh, given, Replicate())
 
         def finish(call: LocalForward, y: Any) -> Any:
             if not isinstance(y, Tensor) or (use_local and wanted == Replicate()):
@@ -343,18 +332,18 @@ def _replicated_input(x: Any, mesh: DeviceMesh, given: Placement) -> Any:
         (layout,) = x.placements
         if isinstance(layout, Shard) and x.shape[layout.dim] % mesh.size() == 0:
             return all_gather(to_local(x), layout.dim, mesh)
-        return to_local(_laid_out(x, Replicate()), Partial())
+        return to_local(redistribute(x, (Replicate(),)), Partial())
     if given == Replicate():
         return sum_gradient(x, mesh)
     if isinstance(given, Shard):
         return all_gather(x, given.dim, mesh)
-    return to_local(_laid_out(_as_dtensor(x, mesh, given), Replicate()), Partial())
+    return to_local(redistribute(to_dtensor(x, mesh, given), (Replicate(),)), Partial())
 
 
 def _last_sharded_input(x: Any, mesh: DeviceMesh, given: Placement, features: int) -> Any:
     """This rank's columns of the input of a Linear whose input features are sharded."""
     last = Shard(x.dim() - 1)
     if isinstance(x, DTensor):
-        return to_local(_laid_out(x, last))
+        return to_local(redistribute(x, (last,)))
     layout = _positive(given, x.dim())
-    return x if layout == last else to_local(_laid_out(_as_dtensor(x, mesh, layout), last))
+    return x if layout == last else _laid_out(x, mesh, layout, last)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import weft
 import weft.errors
 from harness import run_ranks
+from weft.distributed.dtensor.conversions import to_local
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 32, 32, 8, 16
@@ -411,6 +412,19 @@ def test_a_replicated_gradient_of_a_gathered_input_is_not_summed_over_the_ranks(
     for by_torch, by_weft in run_ranks(prepared_gradients, 2):
         assert torch.equal(by_torch, by_weft)
         assert torch.equal(by_weft, torch.full((1, 3, 4), 2.0))
+
+
+@pytest.mark.parametrize("rows", [1, 3], ids=["expanded", "dense"])
+def test_gradients_of_local_parts_have_the_strides_of_forward(rows: int) -> None:
+    """A gradient that is transposed in memory, also where forward repeats one row and has no strides to take."""
+    with weft.fake_world(2):
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        weight = nn.Parameter(distribute_tensor(torch.ones(rows, 4), mesh, [Shard(1)], src_data_rank=None))
+        seen: list[Any] = []
+        whole_one: Any = weight.expand(3, 4)
+        whole_one.register_hook(seen.append)
+        (to_local(whole_one).t() * torch.ones(2, 3)).sum().backward()
+        assert (seen[0].stride(), seen[0].to_local().stride()) == ((4, 1), (2, 1))
 
 
 @torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # it has a second derivative
