@@ -618,8 +618,8 @@ def inference_mode_of(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
-# Inside, operations go past autograd: nothing is recorded for a backward, and composite operations stay whole.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+# Inside, operations go past autograd: no backward is recorded, composite operations stay whole, slices are no views.
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
 
 def detached_fake(fake: torch.Tensor) -> torch.Tensor:
@@ -1360,9 +1360,6 @@ def backend_of_group(name: str, device: str) -> str:
 
 # The C++ callable of an operation: what calling the OpOverload does, less a Python frame (0.3 microseconds).
 kernel: Callable[[OpOverload], Callable[..., Any]] = operator.attrgetter("_op")
-
-# Runs operations past autograd: slices made in here are tensors of their own to it, not views of another.
-below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -14,6 +14,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from weft.capture.state.exception_handlers import handlers_in
 from weft.capture.user_code import Frame
 from weft.source_files import is_own_file, is_user_file
@@ -27,6 +29,8 @@ _ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 SYMBOLIC_TYPE = re.compile(r"\bSym(Int|Float|Bool)\b")
 """The types of symbolic numbers, in messages."""
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # Packages with which a capture computes, and which raise and catch for reasons of their own.
 _OF_CAPTURES = frozenset({"sympy", "mpmath", "numpy"})
@@ -74,6 +78,12 @@ def may_catch(functions: Iterable[types.FunctionType], *, libraries: bool) -> bo
     )
 
 
+def _may_be_of_number(error: Any) -> bool:
+    """Libraries look for attributes of their own objects at every call."""
+    owner = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    return owner is None or isinstance(owner, _NUMBERS)
+
+
 @contextlib.contextmanager
 def exceptions_noted(met: list[MetException]) -> Iterator[None]:
     """Inside, note in ``met`` the exceptions in code of the user's or of libraries, but for the ends of iterators."""
@@ -87,7 +97,7 @@ def exceptions_noted(met: list[MetException]) -> Iterator[None]:
         return step
 
     def step(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event == "exception" and not issubclass(argument[0], _ENDS):
+        if event == "exception" and not issubclass(argument[0], _ENDS) and _may_be_of_number(argument[1]):
             args = getattr(argument[1], "args", ())
             said = args[0] if args and type(args[0]) is str else ""
             where = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
