@@ -107,6 +107,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 if func is torch.Tensor.__getitem__:
                     return func(part, rest) if rest else part
                 return func(part, rest or ..., *args[2:])
+            if func in SPARSE_FUNCTIONS and (sparse := sparse_function(func, args)) is not None:
+                return sparse()
             if func in SIZE_FUNCTIONS and (sized := SIZE_FUNCTIONS[func](self._recorder, *args, **kwargs)) is not None:
                 return sized
             if func in _POWERS and type(args[-1]) is torch.SymInt and args[0].is_floating_point():
@@ -121,8 +123,6 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return _padded(*args, **kwargs)
             if func in PACKED_FUNCTIONS and (packed := packed_function(func, args)) is not None:
                 return packed()
-            if func in SPARSE_FUNCTIONS and (sparse := sparse_function(func, args)) is not None:
-                return sparse()
             if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
                 # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
                 args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
