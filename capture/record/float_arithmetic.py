@@ -236,7 +236,7 @@ class FloatArithmetic:
                 self._ask_for_error(function, operands)
             try:
                 result = original(node, *others)
-            except (ArithmeticError, ValueError):
+            except (ArithmeticError, AttributeError, ValueError):  # torch 2.11 cannot shift by symbols: AttributeError
                 result = _of_values(function, operands)
                 return node.wrap_float(result) if isinstance(result, float) else node.wrap_int(result)
             if not (result.pytype is float or _decided(result)):
