@@ -8,6 +8,7 @@ not raise. If the user's code catches it, the step goes another way than eager d
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import types
@@ -88,11 +89,16 @@ def _may_be_of_number(error: Any) -> bool:
 def exceptions_noted(met: list[MetException]) -> Iterator[None]:
     """Inside, note in ``met`` the exceptions in code of the user's or of libraries, but for the ends of iterators."""
 
+    before = sys.gettrace()
+
     def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
+        theirs = None if before is None else before(frame, event, argument)
         if not is_user_file(frame.f_code.co_filename):
-            return None
+            return theirs
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _OF_CAPTURES:
-            return None
+            return theirs
+        if theirs is not None:  # a debugger, or a tool that counts lines
+            return functools.partial(both, [theirs])
         frame.f_trace_lines = False
         return step
 
@@ -104,10 +110,15 @@ def exceptions_noted(met: list[MetException]) -> Iterator[None]:
             met.append(MetException(argument[0], said, where))
         return step
 
+    def both(theirs: list[Any], frame: types.FrameType, event: str, argument: Any) -> Any:
+        step(frame, event, argument)
+        theirs[0] = None if theirs[0] is None else theirs[0](frame, event, argument)
+        return functools.partial(both, theirs)
+
     met.clear()  # those of an attempt that ended before the step did
-    before = sys.gettrace()
     sys.settrace(enter)
     try:
         yield
     finally:
-        sys.settrace(before)
+        if sys.gettrace() is enter:  # and no debugger that the step has called
+            sys.settrace(before)

@@ -11,6 +11,8 @@ import math
 import pickle
 import random
 import statistics
+import sys
+import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -274,3 +276,32 @@ def test_singular_matrices_of_a_batch() -> None:
     one, zero, b = torch.eye(3), torch.zeros(3, 3), torch.ones(2, 3, 1)
     batches = [torch.stack(pair) for pair in ((one, one), (one, zero), (zero, one), (one * 2, one))]
     compared(step, [(batch, b) for batch in batches])
+
+
+def test_a_debugger_sees_the_lines_of_a_step_that_is_captured() -> None:
+    """Exceptions are noted by a trace function, as debuggers have one."""
+    lines: list[int] = []
+
+    def step(x: torch.Tensor, n: int) -> Any:
+        try:
+            quotient = 100 // n
+        except ZeroDivisionError:
+            quotient = 0
+        return x * 2, quotient
+
+    def of_step(frame: types.FrameType, event: str, argument: Any) -> Any:
+        lines.append(frame.f_lineno - step.__code__.co_firstlineno)
+        return of_step
+
+    def tracer(frame: types.FrameType, event: str, argument: Any) -> Any:
+        return of_step if frame.f_code is step.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        found = weft.compile(step)(torch.ones(3), 0)
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+    assert found[1] == 0
+    assert set(lines) == {1, 2, 3, 4, 5}
