@@ -365,15 +365,10 @@ def _asking(original: Callable[..., bool], answer: Callable[..., float]) -> Call
     return function
 
 
-_OF_MATH = [
-    *((name, _of_math(getattr(math, name))) for name in MATH),
-    *((name, _asking(getattr(math, name), answer)) for name, answer in _QUESTIONS.items()),
-]
-
-
 def math_replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, name, replacement) of the functions of ``math``."""
-    return [(math, name, function) for name, function in _OF_MATH]
+    """(owner, name, replacement) of the functions of ``math``, or of those that a program has put in their place."""
+    found: list[tuple[Any, str, Any]] = [(math, name, _of_math(getattr(math, name))) for name in MATH]
+    return found + [(math, name, _asking(getattr(math, name), answer)) for name, answer in _QUESTIONS.items()]
 
 
 def added(start: Any, numbers: Sequence[Any]) -> Any:
