@@ -302,7 +302,9 @@ class FloatArithmetic:
                 hint = function(*hints)
             except (ArithmeticError, TypeError, ValueError):
                 return _of_values(function, operands)
-            if not math.isfinite(hint):
+            # A question about a symbol whose value is no finite number has no guard. One that a constant made so is it
+            # for most values.
+            if not math.isfinite(hint) and all(map(math.isfinite, hints)):
                 return _of_values(function, operands)
             # Torch takes Python's own floats for hints, and no numpy.float64.
             hint = float(hint) if isinstance(hint, float) else hint

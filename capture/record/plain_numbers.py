@@ -101,7 +101,7 @@ def _attribute(number: Any, name: str) -> Any:
     kind = PYTHON_TYPES[type(number)]
     if name == "__class__":
         return kind if is_users or frame.f_globals.get("__name__") in _OF_TORCH else type(number)
-    if is_users and not name.startswith("__") and not hasattr(kind, name):  # code in C looks for torch's and numpy's
+    if is_users and not name.startswith("_") and not hasattr(kind, name):  # libraries look for torch's and numpy's own
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name, obj=number)
     return object.__getattribute__(number, name)
 
