@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +88,7 @@ def _may_be_of_number(error: Any) -> bool:
 @contextlib.contextmanager
 def exceptions_noted(met: list[MetException]) -> Iterator[None]:
     """Inside, note in ``met`` the exceptions in code of the user's or of libraries, but for the ends of iterators."""
-
-    before = sys.gettrace()
+    before: Callable[[types.FrameType, str, Any], Any] | None = sys.gettrace()  # type: ignore[bad-assignment]
 
     def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
         theirs = None if before is None else before(frame, event, argument)
