@@ -20,7 +20,9 @@ import torch
 from weft.capture.state.exception_handlers import handlers_in
 from weft.source_files import is_user_file, is_weft_file
 
-_KINDS = (ZeroDivisionError, OverflowError, ValueError)
+KINDS = (ZeroDivisionError, OverflowError, ValueError)
+"""The exceptions that operations on numbers raise; :class:`ErrorOf` gives their positions, from 1 on."""
+
 _RAISING = frozenset(
     (
         *("truediv", "floordiv", "mod", "pow", "lshift", "rshift", "trunc", "floor", "ceil", "round", "_sym_sqrt"),
@@ -52,8 +54,8 @@ class ErrorOf:
         """0.0 where the operation has a result, else the number of the exception's type, from 1.0 on."""
         try:
             self.function(*numbers)
-        except _KINDS as error:
-            return 1.0 + next(at for at, kind in enumerate(_KINDS) if isinstance(error, kind))
+        except KINDS as error:
+            return 1.0 + next(at for at, kind in enumerate(KINDS) if isinstance(error, kind))
         return 0.0
 
 
@@ -70,14 +72,13 @@ def may_raise(function: Callable[..., Any], operands: Sequence[Any]) -> bool:
     return name != "round" or all(digits is None for digits in operands[1:])
 
 
-def raise_example(function: Callable[..., Any], operands: Sequence[Any], hints: Sequence[Any], code: int) -> None:
+def raise_example(function: Callable[..., Any], operands: Sequence[Any], hints: Sequence[Any], kind: type) -> None:
     """Raise the exception that Python raises, with its words.
 
     Args:
         hints: values of the operands; None for those that only the data decides.
-        code: what :class:`ErrorOf` gives.
+        kind: of the exception, one of ``KINDS``.
     """
-    kind = _KINDS[code - 1]
     for numbers in itertools.product(*map(_samples, operands, hints)):
         try:
             function(*numbers)
@@ -94,7 +95,7 @@ def _samples(operand: Any, hint: Any) -> tuple[Any, ...]:
     return _FLOATS if isinstance(operand, torch.SymFloat) else _WHOLE
 
 
-def is_caught(kinds: Sequence[type[BaseException]] = _KINDS, *, by_torch: bool = False) -> bool:
+def is_caught(kinds: Sequence[type[BaseException]] = KINDS, *, by_torch: bool = False) -> bool:
     """Whether code of the user's around the running call, inside the step, catches exceptions of these types.
 
     Args:

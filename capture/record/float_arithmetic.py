@@ -21,7 +21,7 @@ import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft import torch_adapter
-from weft.capture.record.caught_errors import error_of, is_caught, may_raise, raise_example
+from weft.capture.record.caught_errors import KINDS, error_of, is_caught, may_raise, raise_example
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_draws import GeneratorDraw
 from weft.capture.record.plain_numbers import NumpyFloat, plain_number
@@ -286,11 +286,11 @@ class FloatArithmetic:
         """Ask whether the operation raises an exception, where the user's code catches it; raise it."""
         recorder = recording()
         if recorder is None or recorder.runs_operation or not may_raise(function, operands) or not is_caught():
-            return  # what an operation computes of sizes it has checked
+            return  # an operation that runs has checked its sizes
         code = self._result(error_of(function), operands, torch.float64)
         if code != 0:
-            at = next(at for at in (1, 2, 3) if code == at)
-            raise_example(function, operands, [*map(_hint, operands)], at)
+            kind = next(kind for number, kind in enumerate(KINDS, 1) if code == number)
+            raise_example(function, operands, [*map(_hint, operands)], kind)
 
     def _symbol(
         self, function: Callable[..., Any], operands: list[Any], dtype: torch.dtype, known: SymNode | None
@@ -302,8 +302,8 @@ class FloatArithmetic:
                 hint = function(*hints)
             except (ArithmeticError, TypeError, ValueError):
                 return _of_values(function, operands)
-            # A question about a symbol whose value is no finite number has no guard. One that a constant made so is it
-            # for most values.
+            # A comparison with a symbol whose value is infinite or NaN adds no guard. Where an operand is infinite or
+            # NaN already, so is the result for most values of the others, and it stays a symbol.
             if not math.isfinite(hint) and all(map(math.isfinite, hints)):
                 return _of_values(function, operands)
             # Torch takes Python's own floats for hints, and no numpy.float64.

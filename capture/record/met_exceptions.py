@@ -24,7 +24,7 @@ from weft.source_files import is_own_file, is_user_file
 # Those that code in C raises where it gets a stand-in.
 _OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemError, BufferError)
 _OF_SYMBOLS = (*_OF_WRONG_TYPES, AttributeError, ArithmeticError)
-# A symbol has the hash of its value, and a lookup that fails is the value's.
+# Those that a symbol raises only where its value does too: a lookup goes by the hash, which is that of the value.
 _OF_OTHERS = (LookupError, OSError, ImportError)
 _ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
