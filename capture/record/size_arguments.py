@@ -31,6 +31,7 @@ def one_hot(recorder: OpRecorder, tensor: torch.Tensor, num_classes: Any = -1) -
     """As eager does it. For fake tensors, torch compares with all classes instead, and has no error for a wrong one."""
     if type(num_classes) is int and num_classes == -1 and type(count := tensor.numel()) is int and count:
         num_classes = int(tensor.max().item()) + 1  # a branch
+    num_classes = _number_of(num_classes)
     plain = type(num_classes) is int and num_classes >= 0
     if not (plain or type(num_classes) is torch.SymInt) or tensor.dtype != torch.int64:
         return None
@@ -43,9 +44,22 @@ def upsample(
 ) -> torch.Tensor | None:
     """The upsampling of C++ to a size, without factors; ``options`` are those and whether corners are aligned."""
     *corners, factors = options or (None,)
-    if named or factors is not None or size is None or not any(isinstance(each, torch.SymInt) for each in size):
+    if named or factors is not None or size is None:
+        return None
+    size = list(map(_number_of, size))
+    if not any(isinstance(each, torch.SymInt) for each in size):
         return None
     return operation(x, size, *corners)
+
+
+def split_at(
+    recorder: OpRecorder, x: torch.Tensor, at: Any = None, dim: int = 0, **named: Any
+) -> tuple[torch.Tensor, ...] | None:
+    """``tensor_split`` at the numbers of a 1-D tensor, which torch reads in C++."""
+    at = named.pop("tensor_indices_or_sections", at)
+    if named or not isinstance(at, torch.Tensor) or at.dim() != 1 or at.dtype != torch.int64 or at.device.type != "cpu":
+        return None
+    return x.tensor_split(at.tolist(), dim)
 
 
 def spaced(
@@ -53,11 +67,16 @@ def spaced(
 ) -> torch.Tensor | None:
     """``torch.linspace`` and ``torch.logspace`` of a symbolic number of steps."""
     made = {"dtype": options.pop("dtype", None), "device": options.pop("device", None) or torch.get_default_device()}
-    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    numbers, steps = (int, float, torch.SymInt, torch.SymFloat), _number_of(steps)
     if options or type(steps) is not torch.SymInt or not all(isinstance(each, numbers) for each in (start, end, *base)):
         return None
     with torch_adapter.only_mode(recorder.fake_mode):  # as below the recorder
         return recorder.__torch_dispatch__(operation, (), (start, end, steps, *base), made)
+
+
+def _number_of(size: Any) -> Any:
+    """The number, a symbol, of a 0-d tensor that is given for a size."""
+    return size.item() if isinstance(size, torch.Tensor) and not size.dim() and not size.is_floating_point() else size
 
 
 def by_rule_in_python(function: Any, recorder: OpRecorder, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -125,9 +144,11 @@ _OF_INTEGERS: dict[Any, Callable[..., torch.Tensor | None]] = {
     },
 }
 
-Handler = Callable[..., torch.Tensor | None]
+Handler = Callable[..., torch.Tensor | tuple[torch.Tensor, ...] | None]
 SIZE_FUNCTIONS: dict[Any, Handler] = {
     nn_functions.one_hot: one_hot,
+    torch.tensor_split: split_at,
+    torch.Tensor.tensor_split: split_at,
     torch.linspace: functools.partial(spaced, aten.linspace.default),
     torch.logspace: functools.partial(spaced, aten.logspace.default),
     **{
@@ -146,4 +167,7 @@ def calls_size_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if function is not nn_functions.interpolate:
         return False
     size = args[1] if len(args) > 1 else kwargs.get("size")
-    return any(isinstance(each, torch.SymInt) for each in (size if isinstance(size, (list, tuple)) else (size,)))
+    return any(
+        isinstance(each, (torch.SymInt, torch.Tensor))
+        for each in (size if isinstance(size, (list, tuple)) else (size,))
+    )

@@ -28,7 +28,7 @@ from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.replaced_functions import original_function
-from weft.capture.record.selected_parts import with_selections
+from weft.capture.record.selected_parts import with_numbers_in_slices, with_selections
 from weft.capture.record.shown_symbols import ShownSymbols
 from weft.capture.record.size_arguments import SIZE_FUNCTIONS, calls_size_function
 from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
@@ -100,8 +100,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return _tensor_of(args[0], numbers, kwargs)
             if func is torch.Tensor.__getitem__ and (size := batch_size(*args)) is not None:
                 return size
-            if func in _INDEXED and (index := _with_tensors(args[1], args[0].device)) is not args[1]:
-                args = (args[0], index, *args[2:])
+            if func in _INDEXED:
+                index = with_numbers_in_slices(_with_tensors(args[1], args[0].device))
+                args = (args[0], index, *args[2:]) if index is not args[1] else args
             if func in _INDEXED and (selected := with_selections(*args[:2])) is not None:
                 part, rest = selected
                 if func is torch.Tensor.__getitem__:

@@ -56,6 +56,61 @@ def test_parts_of_changing_integers_are_captured_once(name: str) -> None:
     twenty_calls(lambda: READS[name], tensor_and_number, 3)
 
 
+def _written(c: torch.Tensor, i: torch.Tensor) -> Any:
+    c[i : i + 3] = c[i : i + 3].sin()
+    c[:, : i % 3] += 1
+    return c * 2
+
+
+SLICES: dict[str, Callable[..., Any]] = {
+    "from": lambda c, i: c[i:] * 2,
+    "up to": lambda c, i: c[:i] * 2,
+    "both": lambda c, i: c[i : i + 3] * 2,
+    "of one element": lambda c, i: c[i.view(1) : i.int() + 3] * 2,
+    "of bytes": lambda c, i: c[: (i + ROWS).to(torch.uint8)] * 2,
+    "with a step": lambda c, i: c[:: i + ROWS + 1] * 2,
+    "from a truth value": lambda c, i: c[i > 0 :] * 2,
+    "inside": lambda c, i: c[..., : i % 3, None, :] * 2,
+    "beside an advanced index": lambda c, i: c[i:, [0, 2, 2]] * 2,
+    "written": _written,
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_between_tensors_are_captured_once(name: str) -> None:
+    twenty_calls(lambda: SLICES[name], lambda at: tensor_and_number(at)[:2], 2)
+
+
+def test_experts_of_sorted_tokens_are_captured_once() -> None:
+    """Each expert multiplies a slice of the tokens, whose bounds are tensors."""
+
+    def make() -> Callable[..., Any]:
+        weight = nn.Parameter(torch.randn(4, 3, 5))
+
+        def step(tokens: torch.Tensor, expert: torch.Tensor) -> Any:
+            ends = torch.bincount(expert, minlength=4).cumsum(0)
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            out = torch.zeros(len(tokens), 5)
+            for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                out[start:end] = tokens[start:end] @ weight[at]
+            return out.detach(), torch.autograd.grad(out.square().sum(), weight)
+
+        return step
+
+    def call(at: int) -> tuple[Any, ...]:
+        return base(at)[:, :, 0], torch.randint(at % 4, 4, (ROWS,), generator=torch.Generator().manual_seed(at))
+
+    twenty_calls(make, call, 1)
+
+
+@pytest.mark.parametrize("bound", [torch.tensor(1.0), torch.tensor([1, 2])])
+def test_bounds_that_are_no_integers_raise_as_in_eager(bound: torch.Tensor) -> None:
+    step = lambda c, i: c[i:] * 2
+    for run in (step, weft.compile(step)):
+        with pytest.raises(TypeError):
+            run(base(0), bound)
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_tensors_of_truth_values_and_bytes_are_masks(kind: torch.dtype) -> None:

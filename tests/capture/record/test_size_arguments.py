@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twenty_calls import twenty_calls
 
 import weft
 from both_ways import both_ways, training
@@ -63,6 +64,22 @@ def test_an_integer_that_changes_is_one_capture(name: str) -> None:
     make = training(lambda net, x, n: function(net(x), n).pow(2).sum(), lambda: nn.Linear(8, 8))
     step = both_ways(make, [(x, value) for value in values], captures=None)
     assert len(step.captures) <= 3 + len({0, 1}.intersection(values)), step.captures
+
+
+TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "one_hot": lambda x, n: F.one_hot(LABELS, n + 4).sum() * x,
+    "linspace": lambda x, n: torch.linspace(0, 1, n).sum() * x,
+    "interpolate": lambda x, n: F.interpolate(x[None], n),
+    "interpolate an image": lambda x, n: F.interpolate(x[None, None], (n, n + 2), mode="bilinear"),
+    "tensor_split": lambda x, n: [part * 2 for part in x.tensor_split(torch.stack([n, n + 1]))],
+    "tensor_split by name": lambda x, n: torch.tensor_split(x, tensor_indices_or_sections=n.view(1), dim=1)[1] * 2,
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_size_in_a_tensor_is_one_capture(name: str) -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    twenty_calls(lambda: TENSORS[name], lambda at: (x, torch.tensor(2 + at % 5)), 1)
 
 
 WEIGHT = torch.linspace(0.5, 1, 5)
