@@ -32,10 +32,12 @@ log = logging.getLogger(__name__)
 def captured_in_attempts(
     attempt: Callable[..., CapturedStep], changing: ChangingState, collect: Callable[[], object]
 ) -> CapturedStep:
-    """Capture a path; again, where the step defined opaque functions or imported modules of the user's.
+    """Capture a path with symbols for the Python numbers that change, and with stand-ins for lists that grow, for
+    tables that symbolic numbers index, and for arrays that cannot be constants.
 
-    What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
-    eager (:mod:`weft.capture.record.eager_types`) where they were there before.
+    The first attempt finds those that the step changes or indexes; the next one starts with symbols and stand-ins for
+    them. Where that fails, because the step needs a plain number at a place that torch does not say, all of them are
+    constants with guards on their values.
 
     Args:
         attempt: runs the step once. It takes what changes, the tensors of the state that earlier calls leave with a
@@ -45,126 +47,150 @@ def captured_in_attempts(
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
     """
-    functions = RememberingFunctions()
-    attempt = functools.partial(attempt_with_checked_bodies, attempt, functions)
-    known, modules = len(opaque_code), set(sys.modules)
-    imported = lambda: any(is_users_module(sys.modules.get(name)) for name in set(sys.modules) - modules)
-    grew = lambda: len(opaque_code) != known or imported()
-    try:
-        captured = _with_what_changes(attempt, functions, changing, collect)
-    except Exception:
-        if not grew():
-            raise
-    else:
-        if not grew():
-            return captured
-        functions.forget()
-    return _with_what_changes(attempt, functions, changing, collect)
+    return _Attempts(attempt, changing, collect).run()
 
 
-def _with_what_changes(
-    attempt: Callable[..., CapturedStep],
-    functions: RememberingFunctions,
-    changing: ChangingState,
-    collect: Callable[[], object],
-) -> CapturedStep:
-    """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow, for tables that
-    symbolic numbers index, and for arrays that cannot be constants.
+class _Attempts:
+    """What the attempts so far have found; each one adds to it, until one holds."""
 
-    The first attempt finds those that the step changes or indexes; the next one starts with symbols and stand-ins for
-    them. Where that fails, because the step needs a plain number at a place that torch does not say, all of them are
-    constants with guards on their values.
+    def __init__(
+        self, attempt: Callable[..., CapturedStep], changing: ChangingState, collect: Callable[[], object]
+    ) -> None:
+        self._functions = RememberingFunctions()
+        self._attempt = functools.partial(attempt_with_checked_bodies, attempt, self._functions)
+        self._changing = changing
+        self._collect = collect
+        self._repeated = False  # because the code grew
+        self._earlier: Mapping[str, torch.Tensor] = {}
+        self._in_graph: list[torch.optim.Optimizer] = []  # whose state the graph allocates
+        # Of an attempt with symbols in which the user's code met exceptions.
+        self._with_symbols: tuple[ChangingState, list[MetException]] | None = None
+        self._symbols_are_trusted = False
 
-    Where the user's code met exceptions, an attempt without symbols follows. Symbols are trusted if it meets the same
-    ones; otherwise it is the captured step.
-    """
-    with_symbols: ChangingState | None = None  # of the attempt that met exceptions
-    met_with_symbols: list[MetException] = []
-    trusted = False
-    earlier: Mapping[str, torch.Tensor] = {}
-    in_graph: list[torch.optim.Optimizer] = []  # whose state the graph allocates
-    while True:
-        arguments = ValuesOfArguments(tried=bool(changing.tried), compared=changing.plain or with_symbols is not None)
-        how = functools.partial(attempt, changing, earlier, in_graph=in_graph, found=arguments)
-        try:
-            captured = _with_names_known(how, arguments, collect)
-            if changing.tried and arguments.met:
-                functions.forget()
-                changing = replace(changing, tried=frozenset())
-                continue
-            if arguments.tables - changing.tables:
-                functions.forget()
-                changing = replace(changing, tables=changing.tables | arguments.tables)
-                continue
-            if not arguments.read and not (arguments.unread and of_wrong_types(arguments.met)):
-                met = of_symbols(arguments.met)
-                if not met or trusted or (not arguments.symbols and with_symbols is None):
-                    return _without_late_numbers(captured, met)
-                if not changing.plain:
-                    with_symbols, met_with_symbols = changing, met
-                    changing = _constants(changing, plain=True)
-                elif met == met_with_symbols and with_symbols is not None:
-                    changing, trusted = with_symbols, True
-                else:
-                    return _without_late_numbers(captured, met)
-                functions.forget()
-                continue
-            functions.forget()
-            changing = replace(changing, values=changing.values | (arguments.read or arguments.unread))
-        except ArgumentRead:
-            changing = replace(changing, values=changing.values | arguments.read)
-        except NamesComputed:
-            functions.forget()
-            changing = replace(changing, names=changing.names | arguments.names)
-        except OptimizerStateRead as found:
-            in_graph = [*in_graph, *found.optimizers]
-        except GraphsKept as found:
-            earlier = found.tensors
-        except NumbersChanged as found:
-            changing = replace(changing, numbers=changing.numbers | found.paths)
-        except NumbersUsed as found:
-            changing = replace(changing, tried=changing.tried - found.paths)
-        except ListsRead as found:
-            changing = replace(changing, growing=changing.growing - found.paths, read=changing.read | found.paths)
-        except ListsGrew as found:
-            changing = replace(changing, growing=changing.growing | found.paths)
-        except TableWritten:
-            plain = changing.plain_tables | arguments.written
-            changing = replace(changing, tables=changing.tables - plain, plain_tables=plain)
-        except UnknownFloat as error:
-            if changing.tried:
-                changing = replace(changing, tried=frozenset())
-                continue
-            log.info("captured with the values of floats: %s", error)
-            changing = replace(changing, plain_floats=True)
-        except UsedDuringCapture:
-            raise
-        except Exception as error:
-            if changing.tried:
-                changing = replace(changing, tried=frozenset())
-                continue
-            if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
-                changing = replace(changing, tables=changing.tables | new)
-                continue
-            if changing.tables:
-                changing = replace(changing, tables=frozenset(), plain_tables=changing.plain_tables | changing.tables)
-                continue
-            if changing.growing:
-                changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
-                continue
-            inputs = arguments.read or arguments.unread or arguments.inputs
-            constants = arguments.constants - changing.values
-            if inputs:
-                log.info("captured with the values of %s: %s", ", ".join(sorted(inputs)), str(error).split("\n")[0])
-                changing = replace(changing, values=changing.values | inputs)
-                continue
-            if constants and isinstance(error, UncapturableMutation):  # of a tensor in the memory of an array
-                changing = replace(changing, numbers=changing.numbers | constants)
-                continue
-            if not changing.numbers:
+    def run(self) -> CapturedStep:
+        while True:
+            changing, compared = self._changing, self._changing.plain or self._with_symbols is not None
+            found, code = ValuesOfArguments(tried=bool(changing.tried), compared=compared), _Code()
+            attempt = functools.partial(self._attempt, changing, self._earlier, in_graph=self._in_graph, found=found)
+            try:
+                captured = _with_names_known(attempt, found, self._collect)
+            except UsedDuringCapture:
                 raise
-            log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
-            changing = _constants(changing)
+            except _FINDINGS as finding:
+                self._learn(finding, found)
+            except Exception as error:
+                if not self._is_repeated(code) and not self._falls_back(error, found):
+                    raise
+            else:
+                if not self._is_repeated(code) and self._holds(found):
+                    return _without_late_numbers(captured, of_symbols(found.met))
+                self._functions.forget()
+
+    def _is_repeated(self, code: _Code) -> bool:
+        """Whether the attempt is to be made once more as it was: what only opaque functions use must not be guarded,
+        which the walk of the state knows now. Modules see the types of eager (:mod:`weft.capture.record.eager_types`)
+        where they were there before."""
+        if self._repeated or not code.grew():
+            return False
+        self._repeated = True
+        return True
+
+    def _holds(self, found: ValuesOfArguments) -> bool:
+        """Whether the captured step of an attempt is right. Where not, what changes is known better."""
+        changing = self._changing
+        if changing.tried and found.met:
+            self._changing = replace(changing, tried=frozenset())
+            return False
+        if found.tables - changing.tables:
+            self._changing = replace(changing, tables=changing.tables | found.tables)
+            return False
+        if found.read or (found.unread and of_wrong_types(found.met)):
+            self._changing = replace(changing, values=changing.values | (found.read or found.unread))
+            return False
+        met = of_symbols(found.met)
+        no_symbols = not found.symbols and self._with_symbols is None
+        return not met or self._symbols_are_trusted or no_symbols or self._holds_with_exceptions(met)
+
+    def _holds_with_exceptions(self, met: list[MetException]) -> bool:
+        """The same where the user's code met exceptions. An attempt without symbols follows; symbols are trusted if it
+        meets the same ones, and otherwise it is the captured step."""
+        if not self._changing.plain:
+            self._with_symbols = self._changing, met
+            self._changing = _constants(self._changing, plain=True)
+            return False
+        if self._with_symbols is None or self._with_symbols[1] != met:
+            return True
+        self._changing, self._symbols_are_trusted = self._with_symbols[0], True
+        return False
+
+    def _learn(self, finding: BaseException, found: ValuesOfArguments) -> None:
+        """Know better what changes, by what has ended an attempt."""
+        changing = self._changing
+        match finding:
+            case ArgumentRead():
+                self._changing = replace(changing, values=changing.values | found.read)
+            case NamesComputed():
+                self._functions.forget()
+                self._changing = replace(changing, names=changing.names | found.names)
+            case OptimizerStateRead():
+                self._in_graph = [*self._in_graph, *finding.optimizers]
+            case GraphsKept():
+                self._earlier = finding.tensors
+            case NumbersChanged():
+                self._changing = replace(changing, numbers=changing.numbers | finding.paths)
+            case NumbersUsed():
+                self._changing = replace(changing, tried=changing.tried - finding.paths)
+            case ListsRead():
+                paths = finding.paths
+                self._changing = replace(changing, growing=changing.growing - paths, read=changing.read | paths)
+            case ListsGrew():
+                self._changing = replace(changing, growing=changing.growing | finding.paths)
+            case TableWritten():
+                plain = changing.plain_tables | found.written
+                self._changing = replace(changing, tables=changing.tables - plain, plain_tables=plain)
+            case UnknownFloat() if changing.tried:
+                self._changing = replace(changing, tried=frozenset())
+            case UnknownFloat():
+                log.info("captured with the values of floats: %s", finding)
+                self._changing = replace(changing, plain_floats=True)
+
+    def _falls_back(self, error: Exception, found: ValuesOfArguments) -> bool:
+        """Whether there were symbols or stand-ins that may have caused an error. The next attempt has fewer."""
+        changing, reason = self._changing, str(error).split("\n")[0]
+        inputs, constants = found.read or found.unread or found.inputs, found.constants - changing.values
+        tables = (found.tables or found.arrays) - changing.tables - changing.plain_tables
+        if changing.tried:
+            self._changing = replace(changing, tried=frozenset())
+        elif tables:
+            self._changing = replace(changing, tables=changing.tables | tables)
+        elif changing.tables:
+            plain = changing.plain_tables | changing.tables
+            self._changing = replace(changing, tables=frozenset(), plain_tables=plain)
+        elif changing.growing:
+            self._changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
+        elif inputs:
+            log.info("captured with the values of %s: %s", ", ".join(sorted(inputs)), reason)
+            self._changing = replace(changing, values=changing.values | inputs)
+        elif constants and isinstance(error, UncapturableMutation):  # of a tensor in the memory of an array
+            self._changing = replace(changing, numbers=changing.numbers | constants)
+        elif changing.numbers:
+            log.info("captured with numbers as constants: %s", reason)
+            self._changing = _constants(changing)
+        else:
+            return False
+        return True
+
+
+class _Code:
+    """Code that the process has at the beginning of an attempt."""
+
+    def __init__(self) -> None:
+        self._opaque, self._modules = len(opaque_code), set(sys.modules)
+
+    def grew(self) -> bool:
+        """Whether opaque functions were defined, or modules of the user's imported, since then."""
+        new = set(sys.modules) - self._modules
+        return len(opaque_code) != self._opaque or any(is_users_module(sys.modules.get(name)) for name in new)
 
 
 def _constants(changing: ChangingState, *, plain: bool = False) -> ChangingState:
@@ -190,6 +216,13 @@ def _without_late_numbers(captured: CapturedStep, met: list[MetException]) -> Ca
 
 class NamesComputed(Exception):
     """The step has computed names of attributes that this attempt at its capture did not follow from the beginning."""
+
+
+# What ends an attempt that the next one makes otherwise.
+_FINDINGS = (
+    *(ArgumentRead, NamesComputed, OptimizerStateRead, GraphsKept, NumbersChanged, NumbersUsed),
+    *(ListsRead, ListsGrew, TableWritten, UnknownFloat),
+)
 
 
 def _with_names_known(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.capture.record.ended_runs import RunEnded
 from weft.capture.state.exception_handlers import handlers_in
 from weft.capture.user_code import Frame
 from weft.source_files import is_own_file, is_user_file
@@ -26,7 +27,8 @@ _OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemEr
 _OF_SYMBOLS = (*_OF_WRONG_TYPES, AttributeError, ArithmeticError)
 # Those that a symbol raises only where its value does too: a lookup goes by the hash, which is that of the value.
 _OF_OTHERS = (LookupError, OSError, ImportError)
-_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
+# The ends of iterators, and of a run that the capture itself ends at an open question.
+_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit, RunEnded)
 
 SYMBOLIC_TYPE = re.compile(r"\bSym(Int|Float|Bool)\b")
 """The types of symbolic numbers, in messages."""
@@ -87,7 +89,7 @@ def _may_be_of_number(error: Any) -> bool:
 
 @contextlib.contextmanager
 def exceptions_noted(met: list[MetException]) -> Iterator[None]:
-    """Inside, note in ``met`` the exceptions in code of the user's or of libraries, but for the ends of iterators."""
+    """Inside, note in ``met`` the exceptions in code of the user's or of libraries, but for ``_ENDS``."""
     before: Callable[[types.FrameType, str, Any], Any] | None = sys.gettrace()  # type: ignore[bad-assignment]
 
     def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
