@@ -12,10 +12,9 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.capture.state.containers import MISSING, Container
-from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.source_files import is_user_file
 
 # A function that stands in for another carries that one under this name.
@@ -26,13 +25,28 @@ _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypoth
 _OPENED = frozenset({tuple, functools.partial, staticmethod, classmethod})
 
 
+class StandIns(NamedTuple):
+    """What stands in for values that the user's code holds. A process holds thousands, and most are functions and
+    classes in whose place nothing stands: they are told by their types and ids, without a call.
+
+    Attributes:
+        by_id: for objects that are known by their ids.
+        of: tells what stands in for a value, those of ``by_id`` included; None where nothing does.
+        plain: types of which no other object has a stand-in. ``of`` adds to them.
+    """
+
+    by_id: dict[int, Any]
+    of: Callable[[Any], Any | None]
+    plain: set[type]
+
+
 @contextlib.contextmanager
 def held_references_replaced(
     containers: Callable[[], Iterable[Container]],
     objects: Iterable[Any],
     users: list[dict[str, Any]],
-    stand_in: Callable[[Any], Any | None],
-    stand_in_reached: Callable[[Any], Any | None],
+    held: StandIns,
+    reached: StandIns,
     builtins: dict[str, Any],
 ) -> Iterator[None]:
     """Inside, stand-ins are in the globals of the user's modules, in containers, and in the defaults of functions.
@@ -43,14 +57,14 @@ def held_references_replaced(
         containers: tells those that the step can reach, as far as they are known.
         objects: the functions among them can be called by the step.
         users: the names of the user's modules.
-        stand_in: what stands in for a value that any module of the user's holds, None where nothing does.
-        stand_in_reached: the same for values that the step can reach.
+        held: for values that any module of the user's holds.
+        reached: for values that the step can reach.
         builtins: what the users' modules get for names of Python's own, where they define none of that name.
     """
 
     def replacement(value: Any) -> Any | None:
         if type(value) not in _OPENED:
-            return stand_in_reached(value)
+            return reached.of(value)
         if type(value) is tuple:
             new = [replacement(item) for item in value]
             if all(item is None for item in new):
@@ -63,12 +77,14 @@ def held_references_replaced(
         return None if function is None else type(value)(function)
 
     with contextlib.ExitStack() as stack:
+        by_id, plain = reached.by_id, reached.plain
         for container in list(containers()):
-            # Most entries are missing ones and plain values, in the place of which nothing stands.
             replaced = [
                 (key, value, new)
                 for key, value in container.before.items()
-                if value is not MISSING and type(value) not in SIMPLE_KINDS and (new := replacement(value)) is not None
+                if value is not MISSING
+                and ((kind := type(value)) not in plain or kind in _OPENED or id(value) in by_id)
+                and (new := replacement(value)) is not None
             ]
             for key, value, new in replaced:
                 container.set(key, new)
@@ -81,9 +97,10 @@ def held_references_replaced(
                 if is_user_file(function.__code__.co_filename):  # of a module that Python does not list, too
                     modules[id(function.__globals__)] = function.__globals__
         stack.callback(_take_out, containers, modules, builtins)
+        by_id, plain = held.by_id, held.plain
         for names in modules.values():
             for name, value in list(names.items()):
-                if type(value) not in SIMPLE_KINDS and (new := stand_in(value)) is not None:
+                if (type(value) not in plain or id(value) in by_id) and (new := held.of(value)) is not None:
                     names[name] = new
                     stack.callback(_put_back_name, names, name, value, new)
             for name, new in builtins.items():

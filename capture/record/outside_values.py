@@ -26,7 +26,13 @@ from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.float_arithmetic import math_replacements
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
-from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
+from weft.capture.record.held_references import (
+    ORIGINAL,
+    StandIns,
+    held_references_replaced,
+    original_of,
+    users_modules,
+)
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.record.numpy_classes import numpy_class_replacements
 from weft.capture.record.object_ids import Ids
@@ -39,14 +45,14 @@ from weft.capture.record.repeated_warnings import warning_replacements
 from weft.capture.record.tensor_classes import tensor_class_replacements, tensors_of_symbols
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
-from weft.capture.state.type_facts import is_what_its_type_says
+from weft.capture.state.type_facts import SIMPLE_KINDS, is_what_its_type_says
 from weft.capture.user_code import REMEMBERING
 from weft.errors import UnrecordedDraw
 
 # Of these types some objects have stand-ins and others have none.
 _DECIDED_BY_OBJECT = (
     *(types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
-    type(torch.default_generator),
+    *(REMEMBERING, type(torch.default_generator)),
 )
 
 
@@ -87,10 +93,10 @@ class OutsideValues:
         self._types = EagerTypes(recorder, self._intercepts)
         self._names = ComputedNames(state, self._intercepts, self._types.of)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
-        self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
+        self._no_generators = set[type](SIMPLE_KINDS)  # types of which no object has a stand-in as a generator
         self._remembering_all = remembering
         self._remembering_functions: dict[int, RememberingFunction] = {}
-        self._plain: set[type] = set()  # types of which no object has any stand-in
+        self._plain = set[type](SIMPLE_KINDS)  # types of which no object has any stand-in
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -178,8 +184,8 @@ class OutsideValues:
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 functions |= self._names.held()
                 own = lambda value: functions.get(id(value)) or self._remembering(value) or self._names.bound(value)
-                held = lambda value: own(value) or self._of_generator(value)
-                reached = lambda value: own(value) or self._stand_in(value)
+                held = StandIns(functions, lambda value: own(value) or self._of_generator(value), self._no_generators)
+                reached = StandIns(functions, lambda value: own(value) or self._stand_in(value), self._plain)
                 containers = lambda: self._state.containers
                 objects = self._state.objects
                 stack.enter_context(held_references_replaced(containers, objects, modules, held, reached, builtins))
