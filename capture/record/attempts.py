@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from weft.capture.loaded_modules import names_of_modules
 from weft.capture.record.array_sources import ArrayDrawn
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.float_tags import UnknownFloat
@@ -47,10 +48,10 @@ def captured_in_attempts(
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
     """
-    return _Attempts(attempt, changing, collect).run()
+    return _CaptureAttempts(attempt, changing, collect).run()
 
 
-class _Attempts:
+class _CaptureAttempts:
     """What the attempts so far have found; each one adds to it, until one holds."""
 
     def __init__(
@@ -70,7 +71,7 @@ class _Attempts:
     def run(self) -> CapturedStep:
         while True:
             changing, compared = self._changing, self._changing.plain or self._with_symbols is not None
-            found, code = ValuesOfArguments(tried=bool(changing.tried), compared=compared), _Code()
+            found, code = ValuesOfArguments(tried=bool(changing.tried), compared=compared), _CodeOfProcess()
             attempt = functools.partial(self._attempt, changing, self._earlier, in_graph=self._in_graph, found=found)
             try:
                 captured = _with_names_known(attempt, found, self._collect)
@@ -86,7 +87,7 @@ class _Attempts:
                     return _without_late_numbers(captured, of_symbols(found.met))
                 self._functions.forget()
 
-    def _is_repeated(self, code: _Code) -> bool:
+    def _is_repeated(self, code: _CodeOfProcess) -> bool:
         """Whether the attempt is to be made once more as it was: what only opaque functions use must not be guarded,
         which the walk of the state knows now. Modules see the types of eager (:mod:`weft.capture.record.eager_types`)
         where they were there before."""
@@ -181,15 +182,15 @@ class _Attempts:
         return True
 
 
-class _Code:
+class _CodeOfProcess:
     """Code that the process has at the beginning of an attempt."""
 
     def __init__(self) -> None:
-        self._opaque, self._modules = len(opaque_code), set(sys.modules)
+        self._opaque, self._modules = len(opaque_code), names_of_modules()
 
     def grew(self) -> bool:
         """Whether opaque functions were defined, or modules of the user's imported, since then."""
-        new = set(sys.modules) - self._modules
+        new = names_of_modules() - self._modules
         return len(opaque_code) != self._opaque or any(is_users_module(sys.modules.get(name)) for name in new)
 
 

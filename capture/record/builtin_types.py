@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.loaded_modules import remembered
 from weft.capture.record.float_arithmetic import added, choice, computed, plain
 from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.host_arrays import HostArray
@@ -78,16 +79,15 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
         yield
 
 
-def _modules_of_torch() -> Iterator[types.ModuleType]:
+@remembered
+def _modules_of_torch() -> list[types.ModuleType]:
     """Those loaded modules of torch that get the stand-ins.
 
     Not LBFGS: its step is refused at its first conversion of a loss, with a remedy that works.
     """
-    for name, module in list(sys.modules.items()):
-        if module is None or name == "torch.optim.lbfgs":
-            continue
-        if name in _OF_TORCH or name.startswith("torch.optim."):
-            yield module
+    loaded = [(name, module) for name, module in list(sys.modules.items()) if module is not None]
+    counts = lambda name: name in _OF_TORCH or name.startswith("torch.optim.")
+    return [module for name, module in loaded if counts(name) and name != "torch.optim.lbfgs"]
 
 
 @contextlib.contextmanager

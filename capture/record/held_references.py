@@ -12,32 +12,20 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from weft.capture.state.containers import MISSING, Container
+from weft.capture.loaded_modules import remembered
+from weft.capture.record.module_scans import MODULE_SCANS
+from weft.capture.record.stand_ins import StandIns
+from weft.capture.state.containers import Container
 from weft.source_files import is_user_file
 
 # A function that stands in for another carries that one under this name.
 ORIGINAL = "__weft_original__"
 # Installed packages that hold such functions for ends of their own.
 _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypothesis", "mpmath"})
-# What holds functions in the place of which others may stand.
-_OPENED = frozenset({tuple, functools.partial, staticmethod, classmethod})
-
-
-class StandIns(NamedTuple):
-    """What stands in for values that the user's code holds. A process holds thousands, and most are functions and
-    classes in whose place nothing stands: they are told by their types and ids, without a call.
-
-    Attributes:
-        by_id: for objects that are known by their ids.
-        of: tells what stands in for a value, those of ``by_id`` included; None where nothing does.
-        plain: types of which no other object has a stand-in. ``of`` adds to them.
-    """
-
-    by_id: dict[int, Any]
-    of: Callable[[Any], Any | None]
-    plain: set[type]
+OPENED = frozenset({tuple, functools.partial, staticmethod, classmethod})
+"""What holds functions in the place of which others may stand."""
 
 
 @contextlib.contextmanager
@@ -63,7 +51,7 @@ def held_references_replaced(
     """
 
     def replacement(value: Any) -> Any | None:
-        if type(value) not in _OPENED:
+        if type(value) not in OPENED:
             return reached.of(value)
         if type(value) is tuple:
             new = [replacement(item) for item in value]
@@ -77,34 +65,34 @@ def held_references_replaced(
         return None if function is None else type(value)(function)
 
     with contextlib.ExitStack() as stack:
-        by_id, plain = reached.by_id, reached.plain
+        opened = StandIns(reached.by_id, replacement, reached.plain)
         for container in list(containers()):
-            replaced = [
-                (key, value, new)
-                for key, value in container.before.items()
-                if value is not MISSING
-                and ((kind := type(value)) not in plain or kind in _OPENED or id(value) in by_id)
-                and (new := replacement(value)) is not None
-            ]
-            for key, value, new in replaced:
+            for key, value, new in opened.in_values(container.before):
                 container.set(key, new)
                 container.before[key] = new
                 stack.callback(_put_back, container, key, value)
         modules = {id(names): names for names in users}
+        unlisted: dict[int, dict[str, Any]] = {}  # of modules that Python does not list
         for function in objects:
             if type(function) is types.FunctionType:
                 _replace_defaults(stack, function, replacement)
-                if is_user_file(function.__code__.co_filename):  # of a module that Python does not list, too
-                    modules[id(function.__globals__)] = function.__globals__
+                names = function.__globals__
+                if is_user_file(function.__code__.co_filename) and id(names) not in modules:
+                    unlisted[id(names)] = names
+        modules |= unlisted
+        scans = MODULE_SCANS
+        stack.callback(scans.restored)
         stack.callback(_take_out, containers, modules, builtins)
-        by_id, plain = held.by_id, held.plain
+        for names, name, value, new in scans.found(users, unlisted.values(), held):
+            names[name] = new
+            stack.callback(_put_back_name, names, name, value, new)
         for names in modules.values():
-            for name, value in list(names.items()):
-                if (type(value) not in plain or id(value) in by_id) and (new := held.of(value)) is not None:
-                    names[name] = new
-                    stack.callback(_put_back_name, names, name, value, new)
-            for name, new in builtins.items():
-                names.setdefault(name, new)
+            if names.keys().isdisjoint(builtins):
+                names.update(builtins)
+            else:
+                names.update({name: new for name, new in builtins.items() if name not in names})
+        scans.replaced()
+        stack.callback(scans.kept)
         yield
 
 
@@ -139,6 +127,7 @@ def original_of(value: Any) -> Any:
     return vars(value).get(ORIGINAL, value) if type(value) is types.FunctionType else value
 
 
+@remembered
 def users_modules() -> list[dict[str, Any]]:
     """The names of each loaded module of the user's, installed packages included."""
     return [vars(module) for module in list(sys.modules.values()) if is_users_module(module)]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft.capture.loaded_modules import names_of_modules
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
 from weft.capture.record.computed_names import ComputedNames
@@ -27,8 +28,8 @@ from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.float_arithmetic import math_replacements
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import (
+    OPENED,
     ORIGINAL,
-    StandIns,
     held_references_replaced,
     original_of,
     users_modules,
@@ -42,10 +43,11 @@ from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.record.remembered_results import RememberingFunction, RememberingFunctions
 from weft.capture.record.repeated_warnings import warning_replacements
+from weft.capture.record.stand_ins import PlainKinds, StandIns
 from weft.capture.record.tensor_classes import tensor_class_replacements, tensors_of_symbols
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
-from weft.capture.state.type_facts import SIMPLE_KINDS, is_what_its_type_says
+from weft.capture.state.type_facts import is_what_its_type_says
 from weft.capture.user_code import REMEMBERING
 from weft.errors import UnrecordedDraw
 
@@ -54,6 +56,8 @@ _DECIDED_BY_OBJECT = (
     *(types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
     *(REMEMBERING, type(torch.default_generator)),
 )
+# Of these types no object has a stand-in as a generator. Most values of the user's modules are functions and classes.
+_NO_GENERATORS = PlainKinds()
 
 
 class OutsideValues:
@@ -92,11 +96,9 @@ class OutsideValues:
         self._generators = TorchGenerators(recorder, self.draws)
         self._types = EagerTypes(recorder, self._intercepts)
         self._names = ComputedNames(state, self._intercepts, self._types.of)
-        # Most values of the user's modules are functions and classes: their types are asked once a capture.
-        self._no_generators = set[type](SIMPLE_KINDS)  # types of which no object has a stand-in as a generator
         self._remembering_all = remembering
         self._remembering_functions: dict[int, RememberingFunction] = {}
-        self._plain = set[type](SIMPLE_KINDS)  # types of which no object has any stand-in
+        self._plain = PlainKinds()  # of which no object has any stand-in
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -109,11 +111,12 @@ class OutsideValues:
 
     def _stand_in(self, value: Any) -> Any | None:
         kind = type(value)
-        if kind in self._plain:
+        if id(kind) in self._plain.ids:
             return None
         stand_in = self._of_generator(value)
         stand_in = self._objects.stand_in(value) if stand_in is None else stand_in
-        if stand_in is None and not issubclass(kind, _DECIDED_BY_OBJECT) and is_what_its_type_says(kind):
+        decided = kind not in OPENED and not issubclass(kind, _DECIDED_BY_OBJECT) and is_what_its_type_says(kind)
+        if stand_in is None and decided:
             self._plain.add(kind)
         return stand_in
 
@@ -124,12 +127,12 @@ class OutsideValues:
 
     def _of_generator(self, value: Any) -> Any | None:
         kind = type(value)
-        if kind in self._no_generators:
+        if id(kind) in _NO_GENERATORS.ids:
             return None
         stand_in = self.draws.stand_in(value)
         stand_in = self._generators.stand_in(value) if stand_in is None else stand_in
         if stand_in is None and not issubclass(kind, _DECIDED_BY_OBJECT):
-            self._no_generators.add(kind)
+            _NO_GENERATORS.add(kind)
         return stand_in
 
     @contextlib.contextmanager
@@ -184,7 +187,7 @@ class OutsideValues:
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 functions |= self._names.held()
                 own = lambda value: functions.get(id(value)) or self._remembering(value) or self._names.bound(value)
-                held = StandIns(functions, lambda value: own(value) or self._of_generator(value), self._no_generators)
+                held = StandIns(functions, lambda value: own(value) or self._of_generator(value), _NO_GENERATORS)
                 reached = StandIns(functions, lambda value: own(value) or self._stand_in(value), self._plain)
                 containers = lambda: self._state.containers
                 objects = self._state.objects
@@ -216,11 +219,11 @@ def _originals_in_new_modules(stand_ins: dict[int, tuple[Any, Any]]) -> Iterator
     Args:
         stand_ins: by the id of a replacement, it and its original; filled later.
     """
-    before = set(sys.modules)
+    before = names_of_modules()
     try:
         yield
     finally:
-        for name in set(sys.modules) - before:
+        for name in names_of_modules() - before:
             names = getattr(sys.modules.get(name), "__dict__", {})
             for key, value in list(names.items()):
                 new, original = stand_ins.get(id(value), (None, None))
