@@ -33,9 +33,9 @@ def _alive() -> list[Any]:
     return [each for each in gc.get_objects() if type(each) in kinds]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def values_of_other_tests() -> Iterator[None]:
-    """Keep what other tests left in the process, such as torch's own caches, out of the count of this one."""
+    """Keep what other tests left in the process, such as torch's own caches, out of the count of these."""
     _of_others[:] = _alive()
     yield
     _of_others.clear()
@@ -45,7 +45,7 @@ _of_others: list[Any] = []
 
 
 def _values_of_captures() -> int:
-    """How many values of captures of this test are alive, wherever they are."""
+    """How many values of captures of these tests are alive, wherever they are."""
     others = set(map(id, _of_others))
     return sum(id(each) not in others for each in _alive())
 

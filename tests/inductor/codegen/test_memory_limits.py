@@ -22,7 +22,7 @@ def block(plan: KernelPlan, name: str) -> int:
 @pytest.mark.parametrize(("table", "taken"), [("across rows", 8), ("along rows", 1)])
 def test_rows_that_read_a_small_transposed_table_share_a_program(table: str, taken: int) -> None:
     """The table is a thousandth of the scores, but each point of them loads a sector of it."""
-    heads, rows, width = 30, 64, 512
+    heads, rows, width = 20, 64, 512
     bias = load("bias", 0, 1, rows) if table == "across rows" else load("bias", 0, width, 1)
     scores = op("add", load("scores", rows * width, width, 1), bias)
     largest = Reduce("max", (scores,), [2], f32)
