@@ -143,6 +143,7 @@ def run_script_on_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    _start_server()  # not by two threads at once: it changes this process's environment for a moment
 
     def run(rank: int) -> ScriptRun:
         of_rank = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}

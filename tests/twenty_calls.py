@@ -1,4 +1,4 @@
-"""Twenty calls of a step, as it is and compiled, with other arguments at every call: the same to the bit."""
+"""Calls of a step, as it is and compiled, with other arguments at every call: the same to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ Call = Callable[[int], tuple[Any, ...]]
 
 
 def twenty_calls(make: Callable[[], Callable[..., Any]], call: Call, captures: int) -> Any:
-    """Make the step twice and call each twenty times, with ``call(at)`` as arguments. Compared are what each call
+    """:func:`compared_calls`, twenty of them."""
+    return compared_calls(CALLS, make, call, captures)
+
+
+def compared_calls(count: int, make: Callable[[], Callable[..., Any]], call: Call, captures: int) -> Any:
+    """Make the step twice and call each ``count`` times, with ``call(at)`` as arguments. Compared are what each call
     returns, what it prints, and its arguments afterwards. Returns the compiled step."""
     found = []
     for wrap in (lambda step: step, weft.compile):
@@ -28,7 +33,7 @@ def twenty_calls(make: Callable[[], Callable[..., Any]], call: Call, captures: i
         printed = io.StringIO()
         results = []
         with contextlib.redirect_stdout(printed):
-            for at in range(CALLS):
+            for at in range(count):
                 args = call(at)
                 results.append(comparable((step(*args), args)))
         found.append([results, printed.getvalue()])

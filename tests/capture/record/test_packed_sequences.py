@@ -114,7 +114,7 @@ def test_networks_of_all_kinds_are_captured_once_for_all_lengths(kind: str, name
     options = ALL[name]
     first = options.get("first", True)
     call = lambda at: (words(at, first=first), lengths_of(at, is_sorted=is_sorted))
-    both(tagging(kind, is_sorted=is_sorted, **options), call)
+    both(tagging(kind, is_sorted=is_sorted, **options), call, calls=8)
 
 
 def test_projections_and_other_activations() -> None:

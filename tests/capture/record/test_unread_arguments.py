@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from twenty_calls import CALLS, twenty_calls
+from twenty_calls import CALLS, compared_calls, twenty_calls
 
 import weft
 
@@ -83,6 +83,8 @@ READ: dict[str, Callable[[Any], Any]] = {
     "ordered": lambda t: sorted([t, "name 4"])[0] == t,
     "caught in C": lambda t: "".join([t, "a"]) == "name 3a",
 }
+# Of the texts: among them all that are compared with, and one that comes again.
+NUMBERS = [0, 3, 11, 1, 3, 4]
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
@@ -91,7 +93,7 @@ def test_what_a_step_reads_gives_eagers_results(name: str, swallowed: bool) -> N
     if name == "device" and not swallowed:
         pytest.skip("eager raises")
     step = _swallows(READ[name]) if swallowed else lambda x, t: x * float(READ[name](t))
-    twenty_calls(lambda: step, lambda at: (ONES + at, text(at)), CALLS)
+    compared_calls(len(NUMBERS), lambda: step, lambda at: (ONES + at, text(NUMBERS[at])), len(NUMBERS))
 
 
 def test_the_outcomes_of_comparisons_are_guards() -> None:
