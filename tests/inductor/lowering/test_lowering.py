@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nest_eval import run_items
+from opinfo_cases import database
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft import torch_adapter
@@ -91,7 +91,7 @@ index_put index_add scatter_add
 """
 _SAMPLES = 4
 _TYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
-_BY_NAME = {op.name: op for op in op_db}
+_BY_NAME = {op.name: op for op in database.op_db}
 
 # The mean of one number is the number: what is left of its gradient is rounding, and eager's rounding differs.
 _WIDTH_ONE = {"nn.functional.layer_norm", "native_layer_norm"}
