@@ -80,24 +80,26 @@ class _CaptureAttempts:
             except _FINDINGS as finding:
                 self._learn(finding, found)
             except Exception as error:
-                if not self._is_repeated(code) and not self._falls_back(error, found):
+                if not self._repeat(code) and not self._fall_back(error, found):
                     raise
             else:
-                if not self._is_repeated(code) and self._holds(found):
+                if not self._repeat(code) and self._accept(found):
                     return _without_late_numbers(captured, of_symbols(found.met))
                 self._functions.forget()
 
-    def _is_repeated(self, code: _CodeOfProcess) -> bool:
-        """Whether the attempt is to be made once more as it was: what only opaque functions use must not be guarded,
-        which the walk of the state knows now. Modules see the types of eager (:mod:`weft.capture.record.eager_types`)
-        where they were there before."""
+    def _repeat(self, code: _CodeOfProcess) -> bool:
+        """Decide whether the attempt is made once more as it was, at most once.
+
+        What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types
+        of eager (:mod:`weft.capture.record.eager_types`) where they were there before.
+        """
         if self._repeated or not code.grew():
             return False
         self._repeated = True
         return True
 
-    def _holds(self, found: ValuesOfArguments) -> bool:
-        """Whether the captured step of an attempt is right. Where not, what changes is known better."""
+    def _accept(self, found: ValuesOfArguments) -> bool:
+        """Decide whether the captured step of an attempt is right. If not, correct what is known to change."""
         changing = self._changing
         if changing.tried and found.met:
             self._changing = replace(changing, tried=frozenset())
@@ -110,9 +112,9 @@ class _CaptureAttempts:
             return False
         met = of_symbols(found.met)
         no_symbols = not found.symbols and self._with_symbols is None
-        return not met or self._symbols_are_trusted or no_symbols or self._holds_with_exceptions(met)
+        return not met or self._symbols_are_trusted or no_symbols or self._accept_with_exceptions(met)
 
-    def _holds_with_exceptions(self, met: list[MetException]) -> bool:
+    def _accept_with_exceptions(self, met: list[MetException]) -> bool:
         """The same where the user's code met exceptions. An attempt without symbols follows; symbols are trusted if it
         meets the same ones, and otherwise it is the captured step."""
         if not self._changing.plain:
@@ -125,7 +127,7 @@ class _CaptureAttempts:
         return False
 
     def _learn(self, finding: BaseException, found: ValuesOfArguments) -> None:
-        """Know better what changes, by what has ended an attempt."""
+        """Add to what is known to change what has ended an attempt."""
         changing = self._changing
         match finding:
             case ArgumentRead():
@@ -155,8 +157,8 @@ class _CaptureAttempts:
                 log.info("captured with the values of floats: %s", finding)
                 self._changing = replace(changing, plain_floats=True)
 
-    def _falls_back(self, error: Exception, found: ValuesOfArguments) -> bool:
-        """Whether there were symbols or stand-ins that may have caused an error. The next attempt has fewer."""
+    def _fall_back(self, error: Exception, found: ValuesOfArguments) -> bool:
+        """Drop symbols or stand-ins that may have caused an error. False where there are none."""
         changing, reason = self._changing, str(error).split("\n")[0]
         inputs, constants = found.read or found.unread or found.inputs, found.constants - changing.values
         tables = (found.tables or found.arrays) - changing.tables - changing.plain_tables

@@ -87,7 +87,7 @@ def held_references_replaced(
             names[name] = new
             stack.callback(_put_back_name, names, name, value, new)
         for names in modules.values():
-            if names.keys().isdisjoint(builtins):
+            if names.keys().isdisjoint(builtins):  # most modules
                 names.update(builtins)
             else:
                 names.update({name: new for name, new in builtins.items() if name not in names})

@@ -4,7 +4,7 @@ Torch's indexing in C++ needs a plain number, and would make each value a form o
 index is a ``select``, whatever else is in the index and before anything else of it: ``x[i]`` is a view. So such
 integers are selected first, with symbols for their values, and what is left of the index is applied to that view.
 
-A slice takes symbols, but makes plain numbers of tensors: ``x[start:end]`` with 0-d tensors is given their symbols.
+A slice takes symbols, but makes plain numbers of tensors: ``x[start:end]`` with 0-d tensors gets their symbols instead.
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ def with_selections(tensor: Any, index: Any) -> tuple[torch.Tensor, tuple[Any, .
     return part, tuple(rest)
 
 
-def with_numbers_in_slices(index: Any) -> Any:
-    """An index with the number, a symbol, of each tensor that is a bound or the step of a slice."""
+def with_numbers_in_slices(tensor: Any, index: Any) -> Any:
+    """An index of a tensor, with the symbolic number of each tensor that is a bound or the step of a slice."""
+    if type(tensor) not in _PLAIN_TENSORS:
+        return index
     if type(index) is slice:
         bounds = (index.start, index.stop, index.step)
-        return slice(*map(_number_of, bounds)) if any(map(_is_integer_tensor, bounds)) else index
+        return slice(*map(number_of, bounds)) if any(map(_is_integer_tensor, bounds)) else index
     if type(index) is not tuple:
         return index
-    made = tuple(with_numbers_in_slices(each) if type(each) is slice else each for each in index)
+    made = tuple(with_numbers_in_slices(tensor, each) if type(each) is slice else each for each in index)
     return made if any(new is not old for new, old in zip(made, index, strict=True)) else index
 
 
-def _number_of(bound: Any) -> Any:
-    return bound.item() if _is_integer_tensor(bound) else bound
+def number_of(value: Any) -> Any:
+    """The symbolic number of a tensor that is given where torch wants an integer; any other value as it is."""
+    return value.item() if _is_integer_tensor(value) else value
 
 
-def _is_integer_tensor(bound: Any) -> bool:
-    """Whether Python takes a bound for an integer: a tensor of one integer, of any rank. A truth value is a branch."""
-    if type(bound) not in _PLAIN_TENSORS or bound.dtype is torch.bool or not _is_whole(bound.dtype):
+def _is_integer_tensor(value: Any) -> bool:
+    """Whether torch takes a value for an integer: a tensor of one integer, of any rank. A boolean is a branch."""
+    if type(value) not in _PLAIN_TENSORS or value.dtype is torch.bool or not _is_whole(value.dtype):
         return False
-    return type(count := bound.numel()) is int and count == 1
+    return type(count := value.numel()) is int and count == 1
 
 
 def _is_found_by_calls(entry: Any) -> bool:

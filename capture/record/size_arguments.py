@@ -18,6 +18,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.operands import tensors_in
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.selected_parts import number_of
 
 aten, nn_functions = torch.ops.aten, torch.nn.functional
 _UPSAMPLING = (
@@ -31,7 +32,7 @@ def one_hot(recorder: OpRecorder, tensor: torch.Tensor, num_classes: Any = -1) -
     """As eager does it. For fake tensors, torch compares with all classes instead, and has no error for a wrong one."""
     if type(num_classes) is int and num_classes == -1 and type(count := tensor.numel()) is int and count:
         num_classes = int(tensor.max().item()) + 1  # a branch
-    num_classes = _number_of(num_classes)
+    num_classes = number_of(num_classes)
     plain = type(num_classes) is int and num_classes >= 0
     if not (plain or type(num_classes) is torch.SymInt) or tensor.dtype != torch.int64:
         return None
@@ -46,7 +47,7 @@ def upsample(
     *corners, factors = options or (None,)
     if named or factors is not None or size is None:
         return None
-    size = list(map(_number_of, size))
+    size = list(map(number_of, size))
     if not any(isinstance(each, torch.SymInt) for each in size):
         return None
     return operation(x, size, *corners)
@@ -67,16 +68,11 @@ def spaced(
 ) -> torch.Tensor | None:
     """``torch.linspace`` and ``torch.logspace`` of a symbolic number of steps."""
     made = {"dtype": options.pop("dtype", None), "device": options.pop("device", None) or torch.get_default_device()}
-    numbers, steps = (int, float, torch.SymInt, torch.SymFloat), _number_of(steps)
+    numbers, steps = (int, float, torch.SymInt, torch.SymFloat), number_of(steps)
     if options or type(steps) is not torch.SymInt or not all(isinstance(each, numbers) for each in (start, end, *base)):
         return None
     with torch_adapter.only_mode(recorder.fake_mode):  # as below the recorder
         return recorder.__torch_dispatch__(operation, (), (start, end, steps, *base), made)
-
-
-def _number_of(size: Any) -> Any:
-    """The number, a symbol, of a 0-d tensor that is given for a size."""
-    return size.item() if isinstance(size, torch.Tensor) and not size.dim() and not size.is_floating_point() else size
 
 
 def by_rule_in_python(function: Any, recorder: OpRecorder, *args: Any, **kwargs: Any) -> torch.Tensor | None:

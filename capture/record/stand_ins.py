@@ -1,5 +1,4 @@
-"""What stands in for values that the user's code holds, and for which of them a look at their types tells that nothing
-does."""
+"""Stand-ins for values that the user's code holds, and the types whose objects have none, which need no look-up."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ class PlainKinds:
     """Types of which no object has a stand-in, unless it is known by its id.
 
     Attributes:
-        ids: of the types, each as long as there is the type.
+        ids: of the types. The id of a type that is freed is removed.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,7 @@ class PlainKinds:
         self._alive: dict[int, weakref.ref[type]] = {}
 
     def add(self, kind: type) -> None:
-        """A type is plain."""
+        """Record that no object of a type has a stand-in."""
         at = id(kind)
         self._alive[at] = weakref.ref(kind, lambda _, ids=self.ids, alive=self._alive: _forget(at, ids, alive))
         self.ids.add(at)

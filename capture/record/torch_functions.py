@@ -101,7 +101,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             if func is torch.Tensor.__getitem__ and (size := batch_size(*args)) is not None:
                 return size
             if func in _INDEXED:
-                index = with_numbers_in_slices(_with_tensors(args[1], args[0].device))
+                index = with_numbers_in_slices(args[0], _with_tensors(args[1], args[0].device))
                 args = (args[0], index, *args[2:]) if index is not args[1] else args
             if func in _INDEXED and (selected := with_selections(*args[:2])) is not None:
                 part, rest = selected

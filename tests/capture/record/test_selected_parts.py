@@ -232,6 +232,6 @@ def test_parts_of_sharded_tensors(alone: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
 
     def step(c: DTensor, i: torch.Tensor) -> Any:
-        return c[i].full_tensor() * 2
+        return c[i].full_tensor() * 2, c[:i].full_tensor() * 3
 
     twenty_calls(lambda: step, lambda at: (distribute_tensor(base(at), mesh, [Shard(0)]), torch.tensor(at % 2)), 3)
