@@ -163,6 +163,10 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     return next((o for o in overloads if _signature(o) == _signature(op)), None)
 
 
+# The unsafe ones are views, too: "unsafe" says that autograd lets each part be written by itself.
+_EQUAL_SPLITS = (aten.split.Tensor, aten.unsafe_split.Tensor)
+
+
 def single_view(
     op: OpOverload, args: tuple[Any, ...], index: int, val: torch.Tensor
 ) -> tuple[OpOverload, tuple[Any, ...]]:
@@ -175,8 +179,8 @@ def single_view(
     dim = args[-1] if len(args) == (1 if op is aten.unbind.int else 2) else 0
     if op is aten.unbind.int:
         return aten.select.int, (dim, index)
-    if op in (aten.split.Tensor, aten.split_with_sizes.default):
-        start = args[0] * index if op is aten.split.Tensor else sum(args[0][:index])
+    if op in (*_EQUAL_SPLITS, aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default):
+        start = args[0] * index if op in _EQUAL_SPLITS else sum(args[0][:index])
         return aten.slice.Tensor, (dim, start, start + val.shape[dim])
     return as_strided_like(val)
 

@@ -1,14 +1,14 @@
-"""Packed sequences in a step: what packs them, what pads them again, and recurrent networks between.
+"""Packed sequences in a step: what packs them, and what pads them again.
 
 Torch's kernels read lengths and batch sizes in C++, forward and backward, so a capture must come before them. Each of
 the functions becomes an autograd function whose forward and backward are nodes
-(:mod:`weft.capture.record.taped_ops`). How many rows are packed, and how many steps the longest sequence has, is not
-known while the step is captured: one graph serves all lengths.
+(:mod:`weft.capture.record.taped_ops`), and so do the recurrent networks between them
+(:mod:`weft.capture.record.recurrent_networks`). How many rows are packed, and how many steps the longest sequence has,
+is not known while the step is captured: one graph serves all lengths.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
 import sys
 from collections.abc import Callable
@@ -20,32 +20,25 @@ from weft import torch_adapter
 from weft.capture.fake.fake_rules import fake_result
 from weft.capture.record import recorder as recorder_module
 from weft.capture.record.recorder import OpRecorder, recording
-from weft.capture.record.taped_ops import RECURRENT, STATES
 from weft.capture.record.tracked_storages import NUMBER, is_tracked
-from weft.capture.state.hook_registrations import user_hook
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture
 
 aten, ops = torch.ops.aten, torch.ops.weft
 _PACK, _PAD = torch_adapter.pack_padded_sequence, torch_adapter.pad_packed_sequence
-_KINDS = {function: kind for kind, function in RECURRENT.items()}
 _SORTS = (aten.sort.default, aten.sort.stable)
 _ADDS = (aten.add.Tensor, aten.add_.Tensor)
-PACKED_FUNCTIONS = (_PACK, _PAD, *_KINDS)
+PACKED_FUNCTIONS = (_PACK, _PAD)
 
-_READS_LENGTHS = "a recurrent network over packed sequences asks for the value of their lengths"
-_PADDED = "Give it the padded sequences, and mask what it returns for the padding"
+READS_LENGTHS = "a recurrent network over packed sequences asks for the value of their lengths"
+ASKED_PADDED = "Give it padded sequences of one length, and mask what it returns for the padding"
 
 
-def packed_function(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """What computes ``func(*args)`` for packed sequences in a capture; None where torch's function can."""
-    if func is _PACK:
-        return lambda: (_Pack.apply if torch.is_grad_enabled() else _packed)(*args)
+def packed_function(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``func(*args)`` in a capture, for one of :data:`PACKED_FUNCTIONS`."""
     if func is _PAD:
-        return lambda: _padded(*args)
-    if func in _KINDS and len(args) > 3 and isinstance(args[3], (list, tuple)):
-        return lambda: _recurrent(_KINDS[func], *args)
-    return None
+        return _padded(*args)
+    return (_Pack.apply if torch.is_grad_enabled() else _packed)(*args)
 
 
 def batch_size(batch_sizes: torch.Tensor, index: Any) -> torch.Tensor | None:
@@ -121,7 +114,8 @@ class PackedSequences:
             return None
         at, sums, vals = part.args[1], list(call.args[2]), list(call.meta["val"])
         if part.users or sums[at] is not None:
-            raise CannotCapture(user_line(), "a hook uses the gradient of a packed recurrent network", _PADDED)
+            why = "a hook uses the gradient of a recurrent network whose lengths are not known before the step runs"
+            raise CannotCapture(user_line(), why, ASKED_PADDED)
         sums[at] = recorder.value(total)
         call.update_arg(2, sums)
         vals[at] = part.meta["val"] = out = fake_result(aten.add.Tensor, (total, gradient), {})
@@ -212,63 +206,8 @@ class _Taped(torch.autograd.Function):
         return None, None, None, *found
 
 
-class _Weight(torch.autograd.Function):
-    """The identity on a weight. Autograd computes the gradients of several weights in the reverse of the order in which
-    this was applied to them."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0]
-
-
-def _has_hooks(weight: torch.Tensor) -> bool:
-    """Whether the user has registered hooks on a leaf. Those of weft's own wrappers run in any order."""
-    if not weight.is_leaf or not weight.requires_grad:
-        return False
-    hooks = [user_hook(hook) for found in torch_adapter.registered_hooks(weight) for hook in found.values()]
-    modules = [getattr(inspect.unwrap(hook), "__module__", None) or "" for hook in hooks]  # the capture counts calls
-    return any(not name.startswith("weft.") for name in modules)
-
-
-def _in_order_of_use(numbers: list[int], count: int, has_biases: bool) -> list[int]:
-    """These numbers of weights, each once, in the order in which eager's first operations use them. Hooks run in the
-    opposite order, and may draw random numbers.
-
-    Args:
-        numbers: in the order of the module: for each layer and direction those of the input and of the state, the two
-            biases, and that of the projection.
-        count: of weights of one layer and direction.
-    """
-    order = (0, 2, 1, 3, 4) if has_biases else (0, 1, 2)
-    found = [numbers[start + at] for start in range(0, len(numbers), count) for at in order[:count]]
-    return list(dict.fromkeys(found))
-
-
-def _recurrent(kind: str, data: Any, batch_sizes: Any, hidden: Any, params: Any, *options: Any) -> Any:
-    tensors = [data, *(hidden if kind == "lstm" else [hidden]), *params]
-    _check(tensors)
-    has_biases, num_layers, dropout, train, bidirectional = options
-    op = ops.packed_recurrent_dropout if train and dropout > 0 and num_layers > 1 else ops.packed_recurrent
-    # Autograd sums what several uses of one tensor contribute, in the order of the uses.
-    different = list({id(each): each for each in tensors}.values())
-    at = {id(each): at for at, each in enumerate(different)}
-    places = [at[id(each)] for each in tensors]
-    ordered = len([each for each in different if _has_hooks(each)]) > 1
-    if torch.is_grad_enabled():
-        count = len(params) // (num_layers * (2 if bidirectional else 1))
-        for each in _in_order_of_use([at[id(weight)] for weight in params], count, has_biases):
-            different[each] = _Weight.apply(different[each])
-    options = batch_sizes, *options, ordered, torch.is_grad_enabled()
-    run = lambda tensors, differentiable: op(kind, list(tensors), places, *options, differentiable)
-    return taped_results(run, 1 + STATES[kind], different)
-
-
 def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: Any) -> Any:
-    _check([data])
+    check_operands([data])
     recorder = recording()
     batch = batch_sizes[0] if recorder is None else _known(recorder).batch(batch_sizes)
     options = batch_first, padding_value, total_length, batch, torch.is_grad_enabled()
@@ -291,18 +230,21 @@ def taped_results(
     return _Taped.apply(run, floating, before, *tensors) if torch.is_grad_enabled() else tuple(run(tensors, [])[:-1])
 
 
-def _check(tensors: list[torch.Tensor]) -> None:
+def check_operands(tensors: list[torch.Tensor]) -> None:
     """Raise CannotCapture where eager would compute by other kernels than the node does."""
     if any(each.device.type != "cpu" for each in tensors):
-        raise CannotCapture(user_line(), f"{_READS_LENGTHS}, which a GPU's graph cannot have", _PADDED)
+        raise CannotCapture(user_line(), f"{READS_LENGTHS}, which a GPU's graph cannot have", ASKED_PADDED)
     if torch.is_autocast_enabled("cpu"):
         why = "a recurrent network over packed sequences under autocast casts its weights while it reads lengths"
         raise CannotCapture(user_line(), why, 'Call it in a region of torch.autocast("cpu", enabled=False)')
     if not all(torch_adapter.is_plain_tensor_type(type(each)) for each in tensors):
-        raise CannotCapture(user_line(), f"{_READS_LENGTHS}, and its weights are shards", _PADDED)
+        raise CannotCapture(user_line(), f"{READS_LENGTHS}, and its weights are shards", ASKED_PADDED)
 
 
 def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
-        why = "the gradients of packed sequences are to have gradients themselves (create_graph=True)"
-        raise CannotCapture(user_line(), why, _PADDED)
+        why = (
+            "a recurrent network has lengths that are not known before the step runs, and its gradients are to have "
+            "gradients themselves (create_graph=True)"
+        )
+        raise CannotCapture(user_line(), why, ASKED_PADDED)

@@ -1,15 +1,16 @@
-"""Operations that run a composite kernel of torch with autograd, and their backward: packed recurrent networks
-and products with sparse matrices.
+"""Operations that run a composite kernel of torch with autograd, and their backward: recurrent networks whose lengths
+are not known in advance, and products with sparse matrices.
 
 The kernels of ``nn.LSTM`` and its like over a ``PackedSequence``, and of ``pad_packed_sequence``, loop in C++ over
-batch sizes that only the data says. A graph cannot hold the loop, so it holds the call. The forward runs under
-autograd on copies of its operands, and keeps the autograd graph (the *tape*) with a small tensor that is its last
-result. The backward takes that tensor and asks the autograd graph for gradients, which are
-the bits of eager: the same kernels run in the same order. The tape lives as long as the tensor, and can be used more
-than once.
+batch sizes that only the data says; over a tensor they loop over its length, which may change from call to call. A
+graph cannot hold the loop, so it holds the call. The forward runs under autograd on copies of its operands, and keeps
+the autograd graph (the *tape*) with a small tensor that is its last result. The backward takes that tensor and asks the
+autograd graph for gradients, which are the bits of eager: the same kernels run in the same order. The tape lives as
+long as the tensor, and can be used more than once.
 
-    weft::packed_recurrent(kind, tensors, places, batch_sizes, ..., differentiable) -> [output, *hidden, tape]
-    weft::packed_recurrent_dropout: the same; it draws from the default generator.
+    weft::recurrent(kind, tensors, places, batch_sizes, ..., differentiable) -> [output, *hidden, tape]; without batch
+        sizes the data are [length, batch, width]
+    weft::recurrent_dropout: the same; it draws from the default generator.
     weft::pad_packed(data, batch_sizes, batch_first, padding_value, total_length, batch, differentiable)
         -> [padded, lengths, tape]
     weft::sparse_product(dense, function, indices, values, sizes, coalesced, ..., differentiable) -> [product, tape]
@@ -34,8 +35,8 @@ import torch
 from weft import torch_adapter
 
 TAPED_OPERATIONS = (
-    "packed_recurrent",
-    "packed_recurrent_dropout",
+    "recurrent",
+    "recurrent_dropout",
     "pad_packed",
     "packed_backward",
     "sparse_product",
@@ -47,11 +48,11 @@ _TAPE = "weft_tape"
 _SEEDED = (torch.Tag.nondeterministic_seeded,)
 _library = torch.library.Library("weft", "FRAGMENT")
 _RECURRENT = (
-    "(str kind, Tensor[] tensors, int[] places, Tensor batch_sizes, bool has_biases, int num_layers, float dropout, "
+    "(str kind, Tensor[] tensors, int[] places, Tensor? batch_sizes, bool has_biases, int num_layers, float dropout, "
     "bool train, bool bidirectional, bool ordered, bool grad_mode, int[] differentiable) -> Tensor[]"
 )
-_library.define(f"packed_recurrent{_RECURRENT}")
-_library.define(f"packed_recurrent_dropout{_RECURRENT}", tags=_SEEDED)
+_library.define(f"recurrent{_RECURRENT}")
+_library.define(f"recurrent_dropout{_RECURRENT}", tags=_SEEDED)
 _library.define(
     "pad_packed(Tensor data, Tensor batch_sizes, bool batch_first, float padding_value, SymInt total_length, "
     "SymInt batch, bool grad_mode, int[] differentiable) -> Tensor[]"
@@ -121,11 +122,11 @@ def _new_memory(result: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.T
     return result.detach().clone() if shared else result.detach()
 
 
-def _packed_recurrent(
+def _recurrent(
     kind: str,
     tensors: list[torch.Tensor],
     places: list[int],
-    batch_sizes: torch.Tensor,
+    batch_sizes: torch.Tensor | None,
     has_biases: bool,
     num_layers: int,
     dropout: float,
@@ -135,7 +136,7 @@ def _packed_recurrent(
     grad_mode: bool,
     differentiable: list[int],
 ) -> list[torch.Tensor]:
-    if ordered and kind == "lstm" and bool((batch_sizes == batch_sizes[0]).all()):
+    if ordered and kind == "lstm" and batch_sizes is not None and bool((batch_sizes == batch_sizes[0]).all()):
         raise RuntimeError(
             "all sequences have one length, and several weights of an LSTM have hooks. Eager then runs the hooks in "
             "another order than for other lengths. Register them on one weight, or run this step uncompiled"
@@ -144,18 +145,20 @@ def _packed_recurrent(
     def run(copies: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         data, *others = (copies[at] for at in places)
         state: Any = others[:2] if kind == "lstm" else others[0]
-        options = has_biases, num_layers, dropout, train, bidirectional
-        result: Sequence[torch.Tensor] = RECURRENT[kind](data, batch_sizes, state, others[STATES[kind] :], *options)
-        return result
+        options = others[STATES[kind] :], has_biases, num_layers, dropout, train, bidirectional
+        call = RECURRENT[kind]
+        result: Sequence[torch.Tensor]
+        result = call(data, state, *options, False) if batch_sizes is None else call(data, batch_sizes, state, *options)
+        return [each.contiguous() for each in result]  # as the fake rule says
 
     return _taped(run, tensors, grad_mode, differentiable)
 
 
-def _packed_recurrent_like(
+def _recurrent_like(
     kind: str,
     tensors: list[torch.Tensor],
     places: list[int],
-    batch_sizes: torch.Tensor,
+    batch_sizes: torch.Tensor | None,
     has_biases: bool,
     num_layers: int,
     dropout: float,
@@ -168,12 +171,12 @@ def _packed_recurrent_like(
     data, *hidden = (tensors[at] for at in places[: 1 + STATES[kind]])
     width = hidden[0].shape[2] * (2 if bidirectional else 1)
     states = [state.new_empty(state.shape) for state in hidden]
-    return [data.new_empty((data.shape[0], width)), *states, _token(data)]
+    return [data.new_empty((*data.shape[:-1], width)), *states, _token(data)]
 
 
-for _name in ("packed_recurrent", "packed_recurrent_dropout"):
-    torch.library.impl(_library, _name, "CompositeExplicitAutograd")(_packed_recurrent)
-    torch.library.register_fake(f"weft::{_name}", _packed_recurrent_like, lib=_library)
+for _name in ("recurrent", "recurrent_dropout"):
+    torch.library.impl(_library, _name, "CompositeExplicitAutograd")(_recurrent)
+    torch.library.register_fake(f"weft::{_name}", _recurrent_like, lib=_library)
 
 
 @torch.library.impl(_library, "pad_packed", "CompositeExplicitAutograd")

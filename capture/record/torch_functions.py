@@ -27,6 +27,7 @@ from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, p
 from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.recurrent_networks import RECURRENT_FUNCTIONS, recurrent_function
 from weft.capture.record.replaced_functions import original_function
 from weft.capture.record.selected_parts import with_numbers_in_slices, with_selections
 from weft.capture.record.shown_symbols import ShownSymbols
@@ -122,8 +123,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 isinstance(each.shape[0], torch.SymInt) for each in args[0]
             ):
                 return _padded(*args, **kwargs)
-            if func in PACKED_FUNCTIONS and (packed := packed_function(func, args)) is not None:
-                return packed()
+            if func in PACKED_FUNCTIONS:
+                return packed_function(func, args)
+            if func in RECURRENT_FUNCTIONS and (recurrent := recurrent_function(func, args)) is not None:
+                return recurrent()
             if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
                 # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
                 args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
@@ -301,6 +304,7 @@ _LOOKED_INTO = frozenset(
         torch.Tensor.__array__,
         *_FUSED,
         *PACKED_FUNCTIONS,
+        *RECURRENT_FUNCTIONS,
         *SPARSE_FUNCTIONS,
         *MEMORY_ACCESS,
         *TEXTS,

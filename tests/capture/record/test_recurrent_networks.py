@@ -1,0 +1,194 @@
+"""Recurrent networks over tensors whose length or batch is not known before the step runs: eager's bits, one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from both_ways import assert_equal, detached
+from weft.errors import CannotCapture
+
+WIDTH, HIDDEN, BATCH, LONGEST, CALLS = 4, 5, 6, 7, 5
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("LSTM", {}),
+    ("GRU", {}),
+    ("RNN", {}),
+    ("RNN", {"nonlinearity": "relu", "bias": False}),
+    ("LSTM", {"num_layers": 2, "bidirectional": True}),
+    ("GRU", {"num_layers": 2, "bidirectional": True, "bias": False}),
+    ("LSTM", {"num_layers": 2, "dropout": 0.4}),
+    ("GRU", {"num_layers": 2, "dropout": 0.4}),
+    ("LSTM", {"proj_size": 3}),
+    ("LSTM", {"dtype": torch.float64}),
+]
+
+
+class Network(nn.Module):
+    """A linear layer below and above the recurrent network, whose gradients depend on the layouts of its own."""
+
+    def __init__(self, kind: str, options: dict[str, Any], first: bool) -> None:
+        super().__init__()
+        dtype = options.get("dtype")
+        self.below = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.core = getattr(nn, kind)(WIDTH, HIDDEN, batch_first=first, **options)
+        width = (options.get("proj_size") or HIDDEN) * (2 if options.get("bidirectional") else 1)
+        self.above = nn.Linear(width, 3, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, last = self.core(self.below(x))
+        return self.above(out), last[0] if isinstance(last, tuple) else last
+
+
+def data(at: int, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(at), dtype=dtype)
+
+
+def both(make: Any, call: Any, captures: int, calls: int = CALLS) -> None:
+    """The step as it is and compiled: the same results, gradients and random numbers, bit for bit."""
+    found = []
+    for wrap in (lambda step: step, weft.compile):
+        torch.manual_seed(0)
+        model, step = make()
+        step = wrap(step)
+        results = [detached(step(*call(at))) for at in range(calls)]
+        found.append([results, detached([p.grad for p in model.parameters()]), torch.get_rng_state()])
+    assert_equal(found[1], found[0])
+    assert len(step.captures) <= captures, step.captures
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch_first", "length_first"])
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda each: str(each))
+def test_rows_that_the_data_select(kind: str, options: dict[str, Any], first: bool) -> None:
+    def make() -> Any:
+        model = Network(kind, options, first)
+
+        def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+            model.zero_grad()
+            out, state = model(x[mask])
+            loss = out.square().sum() + state.sum()
+            loss.backward()
+            return loss, out, state
+
+        return model, step
+
+    counts = (3, 1, 6, 2, 5)
+    call = lambda at: (data(at, (6, BATCH, WIDTH), options.get("dtype")), torch.arange(6) < counts[at])
+    both(make, call, captures=2)  # without gradients, and with those of the call before
+
+
+@pytest.mark.parametrize("changes", ["batch", "length"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_sizes_of_arguments_that_change(kind: str, changes: str) -> None:
+    def make() -> Any:
+        model = Network(kind, {"num_layers": 2}, True)
+
+        def step(x: torch.Tensor) -> Any:
+            model.zero_grad()
+            out, state = model(x)
+            loss = out.square().sum() + state.sum()
+            loss.backward()
+            return loss, out
+
+        return model, step
+
+    sizes = lambda at: (BATCH + at, LONGEST) if changes == "batch" else (BATCH, LONGEST + at)
+    both(make, lambda at: (data(at, (*sizes(at), WIDTH)),), captures=2)
+
+
+def test_initial_states_and_unbatched_sequences() -> None:
+    def make() -> Any:
+        model = nn.LSTM(WIDTH, HIDDEN)
+
+        def step(x: torch.Tensor, mask: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Any:
+            model.zero_grad()
+            h, c = h.requires_grad_(), c.requires_grad_()
+            out, (last, cell) = model(x[mask], (h, c))
+            (out.sum() + cell.square().sum()).backward()
+            return out, last, cell, h.grad, c.grad
+
+        return model, step
+
+    def call(at: int) -> Any:
+        return data(at, (6, WIDTH)), torch.arange(6) <= at, data(at + 50, (1, HIDDEN)), data(at + 90, (1, HIDDEN))
+
+    both(make, call, captures=2)
+
+
+def test_two_uses_of_one_network_sum_gradients_as_eager_does() -> None:
+    def make() -> Any:
+        model = nn.GRU(WIDTH, WIDTH)
+
+        def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+            model.zero_grad()
+            out, state = model(x[mask])
+            again, state = model(out * 2, state)
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (again.square().sum() + penalty).backward()
+            return again, state
+
+        return model, step
+
+    both(make, lambda at: (data(at, (6, BATCH, WIDTH)), torch.arange(6) <= at), captures=2)
+
+
+def test_evaluation_without_gradients() -> None:
+    def make() -> Any:
+        model = Network("LSTM", {"num_layers": 2, "dropout": 0.4}, True).eval()
+
+        @torch.no_grad()
+        def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+            return model(x[mask])
+
+        return model, step
+
+    both(make, lambda at: (data(at, (6, LONGEST, WIDTH)), torch.arange(6) <= at), captures=2)
+
+
+def test_no_row_is_eagers_error() -> None:
+    model = nn.GRU(WIDTH, HIDDEN)
+    step = weft.compile(lambda x, mask: model(x[mask])[0])
+    x = data(0, (6, BATCH, WIDTH))
+    step(x, torch.ones(6, dtype=torch.bool))
+    none = torch.zeros(6, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0") as eager:
+        model(x[none])
+    with pytest.raises(RuntimeError, match=str(eager.value)):
+        step(x, none)
+
+
+def test_gradients_of_gradients_are_refused_by_name() -> None:
+    model = nn.GRU(WIDTH, HIDDEN)
+
+    @weft.compile
+    def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+        x = x.requires_grad_()
+        (grad,) = torch.autograd.grad(model(x[mask])[0].sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    with pytest.raises(CannotCapture, match="recurrent network"):
+        step(data(0, (6, BATCH, WIDTH)), torch.ones(6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["GRUCell", "LSTMCell", "RNNCell"])
+def test_cells_over_rows_that_the_data_select(kind: str) -> None:
+    """A cell writes into parts of its gates in place (`unsafe_chunk`), whose places depend on the number of rows. Torch
+    asks for that number in C++, so each one is an outcome of a branch."""
+
+    def make() -> Any:
+        model = getattr(nn, kind)(WIDTH, HIDDEN)
+
+        def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+            model.zero_grad()
+            state = model(x[mask])
+            out = state[0] if isinstance(state, tuple) else state
+            out.square().sum().backward()
+            return out
+
+        return model, step
+
+    both(make, lambda at: (data(at, (6, WIDTH)), torch.arange(6) <= at), captures=2 + CALLS)
