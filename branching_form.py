@@ -98,7 +98,7 @@ class _Branch:
                 yield "run", name.split(".")[0]
             elif is_random(node):
                 yield "drawn random numbers by", name.split(".")[0]
-            elif _acts(node) and not is_branch(node) and node.target is not check:
+            elif _acts(node) and not is_branch(node):
                 yield "called", name.removeprefix("opaque_")
 
     @functools.cached_property
@@ -108,8 +108,9 @@ class _Branch:
 
 
 def _acts(node: torch.fx.Node) -> bool:
-    """Whether a node runs for what it does, and does not only compute with arrays."""
-    return bool(node.meta.get("effect")) and not getattr(node.target, "is_pure", False)
+    """Whether a node runs for what it does, and does not only compute with arrays or raise."""
+    is_pure = node.target is check or getattr(node.target, "is_pure", False)
+    return bool(node.meta.get("effect")) and not is_pure
 
 
 class _PathEnd:
@@ -195,6 +196,7 @@ class BranchingForm:
 
     Attributes:
         captured, guards: of the path that was taken last.
+        dynamic: as above.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class BranchingForm:
         self.busy = False
         self.event: RankEvent | None = None  # of its calls, where their collectives link all ranks
         self._step = step
-        self._dynamic = dynamic
+        self.dynamic = dynamic
         self._changing = captured.changing
         self._undoes = undoes
         self._mode = mode
@@ -329,13 +331,13 @@ class BranchingForm:
         have run, with constants.
         """
         try:
-            path, guards = capture(self._dynamic, self._changing, outcomes, line)
+            path, guards = capture(self.dynamic, self._changing, outcomes, line)
             self._add(path, guards)
             self._changing = path.changing
         except PathsDiffer:
             if self._changing.closed:
                 raise
-            self._add(*capture(self._dynamic, replace(self._changing, closed=True), outcomes, line))
+            self._add(*capture(self.dynamic, replace(self._changing, closed=True), outcomes, line))
 
     def _serves(self, following: _Branch | _PathEnd | None, leaves: list[Any]) -> bool:
         """Whether what was captured for an outcome serves this call. The guards of the path that the last call took

@@ -32,14 +32,14 @@ from weft.capture.graph import StepGraph
 from weft.capture.guards.compiled_forms import CompiledForms
 from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
-from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.ended_runs import may_be_of_step
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.iterator_arguments import ItemsWanted, IteratorArguments
 from weft.capture.record.list_arguments import ListHistory
-from weft.capture.record.python_numbers import ChangingState, differing_numbers
+from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
+from weft.capture.record.varying_values import Dims, VaryingValues
 from weft.capture.segments import Outcome
 from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
 from weft.compile_options import check_options
@@ -124,12 +124,11 @@ class CompiledStep(Generic[P, R]):
         self.entries: CompiledForms[Form] = CompiledForms()
         self.captures: list[str] = []
         self.began: deque[float] = deque(maxlen=_TIMED_CALLS)
-        self._changed: dict[Any, set[tuple[int, int]]] = {}
-        self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
-        self._numbers, self._lists = set[str](), ListHistory()
+        self._lists = ListHistory()
+        self._varying = VaryingValues(self._lists, dynamic)
         self._iterators = IteratorArguments()
         self._agreed: dict[bytes, AgreedCollectives] = {}
-        self._plain_numbers = self._uncompiled = False
+        self._uncompiled = False
         self._lock = threading.RLock()
 
     @overload
@@ -307,7 +306,7 @@ class CompiledStep(Generic[P, R]):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         self._begin_capture(reasons)
-        dynamic = self._dynamic_dims(args, kwargs)
+        dynamic = self._varying.dims(args, kwargs, self._forms())
         captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
         self._lists.note(captured.changing)
         if captured.complete and not captured.outcomes:
@@ -316,7 +315,7 @@ class CompiledStep(Generic[P, R]):
         elif self.replay_every is not None:
             raise refused(f"{self.__name__} branches on a value that it computes")
         else:
-            dynamic = self._dynamic_dims(args, kwargs)  # none, where the step needed numbers
+            dynamic = self._varying.dims(args, kwargs, self._forms())  # none, where the step needed numbers
             form = BranchingForm(
                 self.__name__, captured, guards, dynamic, self.mode, self.memory_limit, self.fallback == "eager"
             )
@@ -339,9 +338,9 @@ class CompiledStep(Generic[P, R]):
         """What a call does that cannot go on compiled after a branch."""
         error = ended.error
         plain = (PathsDiffer, TooManyPaths) if entry.captured.arguments.arrays else PathsDiffer
-        if isinstance(error, plain) and entry.captured.changing.numbers and not ended.raises:
-            # After the branch Python needs plain numbers, and the operations before it have symbols.
-            self._plain_numbers = True
+        # After the branch Python needs plain numbers or sizes, and the operations before it have symbols.
+        dims = entry.dynamic if isinstance(entry, BranchingForm) else frozenset()
+        if isinstance(error, plain) and not ended.raises and self._varying.fix(entry.captured, dims, args, kwargs):
             self.entries.drop(entry)
             if ended.undone:
                 return self._first_call(args, kwargs, ["the path after a branch needs plain numbers"])
@@ -358,7 +357,7 @@ class CompiledStep(Generic[P, R]):
         self,
         args: Any,
         kwargs: Any,
-        dynamic: frozenset[tuple[int, int]],
+        dynamic: Dims,
         changing: ChangingState,
         outcomes: tuple[Outcome, ...],
         line: str,
@@ -370,12 +369,12 @@ class CompiledStep(Generic[P, R]):
             return captured, Guards(captured)
 
     def _capture_agreed(
-        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]]
+        self, args: Any, kwargs: Any, dynamic: Dims
     ) -> tuple[CapturedStep, Guards, RankEvent, AgreedCollectives]:
         """Capture the step, up to its first branch on a value, and agree with the other ranks on it."""
         try:
             with capturing(), without_torchs_log():
-                changing = self._changing_numbers(args, kwargs)
+                changing = self._varying.numbers(args, kwargs, self._forms())
                 captured = self._capture_expected(args, kwargs, dynamic, changing)
                 guards = Guards(captured)
                 if not self.verify:  # which walks the objects again
@@ -390,9 +389,7 @@ class CompiledStep(Generic[P, R]):
         event = RankEvent(self.__qualname__, text, claims(captured.graph))
         return captured, guards, event, self._agree(event)
 
-    def _capture_expected(
-        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]], changing: ChangingState
-    ) -> CapturedStep:
+    def _capture_expected(self, args: Any, kwargs: Any, dynamic: Dims, changing: ChangingState) -> CapturedStep:
         """Capture the step up to its first branch on a value; where another form took branches, along its path.
 
         Ranks may have taken different paths, and agree on what is captured: they do not go by them.
@@ -411,9 +408,12 @@ class CompiledStep(Generic[P, R]):
             why = str(error).split("\n")[0]
         # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
         captured = self._captured(args, kwargs, dynamic=frozenset(), changing=changing)
-        self._fixed.add(self._lists.flatten((args, kwargs))[1])
+        self._varying.fix_sizes(args, kwargs)
         log.info("captured with sizes as numbers: %s", why)
         return captured
+
+    def _forms(self) -> list[CapturedStep]:
+        return [entry.captured for entry in self.entries]
 
     def _captured(self, args: Any, kwargs: Any, **how: Any) -> CapturedStep:
         """One capture; :class:`ItemsWanted` where the step asks for items of iterators that are no arguments."""
@@ -470,42 +470,6 @@ class CompiledStep(Generic[P, R]):
                 len(self.captures),
                 why,
             )
-
-    def _dynamic_dims(self, args: Any, kwargs: Any) -> frozenset[tuple[int, int]]:
-        """Dimensions to keep symbolic: all with ``dynamic=True``, those that changed between captures otherwise."""
-        self._lists.note_lengths(args, kwargs)
-        leaves, spec = self._lists.flatten((args, kwargs))
-        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if spec in self._fixed:
-            dims: set[tuple[int, int]] = set()
-        elif self.dynamic is True:
-            dims = {(at, dim) for at, leaf in tensors for dim in range(leaf.dim())}
-        elif self.dynamic is False:
-            dims = set()
-        else:
-            dims = self._changed.setdefault(spec, set())
-            for entry in self.entries:
-                if entry.captured.arguments.spec == spec:
-                    dims |= changed_dims(leaves, entry.captured.arguments.shapes)
-            dims |= self._lists.varying(args, kwargs)[0]
-        static = {
-            (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
-        }
-        return frozenset(dims - static)
-
-    def _changing_numbers(self, args: Any, kwargs: Any) -> ChangingState:
-        """The Python numbers that steps changed, or that differ from what a capture found."""
-        if self._plain_numbers:
-            return replace(self._lists.changing(()), closed=True)
-        leaves, spec = self._lists.flatten((args, kwargs))
-        for captured in (entry.captured for entry in self.entries):
-            self._numbers.update(captured.changing_paths)
-            self._numbers.update(differing_numbers(captured.state.containers))
-            if spec == captured.arguments.spec:
-                self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))
-            self._lists.note(captured.changing)
-        self._numbers |= self._lists.varying(args, kwargs)[1]
-        return self._lists.changing(self._numbers)
 
 
 @overload

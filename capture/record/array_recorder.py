@@ -43,6 +43,7 @@ from weft.capture.record.host_lists import HostList
 from weft.capture.record.late_text import late_text
 from weft.capture.record.open_sizes import Sizes, open_shape
 from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.strided_overlap import span
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw, WeftError
 from weft.short_tracebacks import users_mistake
@@ -431,11 +432,13 @@ class ArrayRecorder:
             raise self.refusal("torch.from_numpy", why, "make a copy: numpy.array(x)")
         self.materialise(memory)
         memory.shared |= sharing
+        assert memory.fake is not None
         address = lambda each: each.__array_interface__["data"][0]
         offset = (address(sample) - address(memory.sample)) // sample.itemsize if sample.size else 0
         strides = [each // sample.itemsize for each in sample.strides]
-        assert memory.fake is not None
-        return memory.fake.as_strided(sample.shape, strides, offset)
+        # An offset in `as_strided` counts from the start of the storage, and this one from that of the array.
+        flat = memory.fake.as_strided((span(memory.fake),), (1,))
+        return flat[offset:].as_strided(sample.shape, strides)
 
     def text(self, array: HostArray, frame: types.FrameType, method: str, arguments: tuple[Any, ...]) -> str | None:
         """A mark for the text of an array or number, as it is now; None where the code in ``frame`` may read it."""

@@ -82,7 +82,7 @@ def held_references_replaced(
         modules |= unlisted
         scans = MODULE_SCANS
         stack.callback(scans.restored)
-        stack.callback(_take_out, containers, modules, builtins)
+        stack.callback(_take_out, containers, set(map(id, containers())), modules, builtins)
         for names, name, value, new in scans.found(users, unlisted.values(), held):
             names[name] = new
             stack.callback(_put_back_name, names, name, value, new)
@@ -151,15 +151,27 @@ def _put_back(container: Container, key: Any, value: Any) -> None:
 
 
 def _take_out(
-    containers: Callable[[], Iterable[Container]], modules: dict[int, dict[str, Any]], builtins: dict[str, Any]
+    containers: Callable[[], Iterable[Container]],
+    known: set[int],
+    modules: dict[int, dict[str, Any]],
+    builtins: dict[str, Any],
 ) -> None:
+    """Let no stand-in be left in modules, nor in what containers were found with while stand-ins were in them.
+
+    Args:
+        known: ids of the containers that were found before.
+    """
     for names in modules.values():
         for name in [name for name, new in builtins.items() if names.get(name) is new]:
             del names[name]
     for container in containers():
-        if id(container.obj) in modules:  # where it was found meanwhile, it has them too
+        if id(container) in known:
+            continue
+        if id(container.obj) in modules:
             for name in [name for name, new in builtins.items() if container.before.get(name) is new]:
                 del container.before[name]
+        replaced = {key: own for key, value in container.before.items() if (own := original_of(value)) is not value}
+        container.before.update(replaced)
 
 
 def _put_back_name(names: dict[str, Any], name: str, value: Any, new: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weft.capture.loaded_modules import names_of_modules
+from weft.capture.record.assignment_problems import assignment_replacements
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
 from weft.capture.record.computed_names import ComputedNames
@@ -167,6 +168,7 @@ class OutsideValues:
                     *sum_replacements(),
                     *math_replacements(),
                     *cond_replacements(),
+                    *assignment_replacements(self.arrays),
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),

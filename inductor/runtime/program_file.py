@@ -23,6 +23,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.record.assignment_problems import ASSIGNMENT_OPERATIONS
 from weft.capture.record.opaque import OpaqueCall
 from weft.capture.record.taped_ops import TAPED_OPERATIONS
 from weft.capture.segments import branch
@@ -40,6 +41,11 @@ from weft.inductor.runtime.writer import write_program
 from weft.torch_adapter import OpOverload
 
 _MODULES = {"operator": operator, "math": math}
+# The modules that register operations of weft's own, by the operations' names; the others are in `distributed/ops.py`.
+_REGISTERED_BY = {
+    **dict.fromkeys(TAPED_OPERATIONS, "weft.capture.record.taped_ops"),
+    **dict.fromkeys(ASSIGNMENT_OPERATIONS, "weft.capture.record.assignment_problems"),
+}
 _OF_ARENAS = (new_arena, part)
 
 _HEAD = '''"""A step compiled by weft: {kernels}, {calls}. Runs {where} with torch{also}.{notes}"""
@@ -379,8 +385,7 @@ def _is_regular(ranks: tuple[int, ...], world: int) -> bool:
 def _modules_of_own_operations(bound: Iterable[str]) -> list[str]:
     """The modules that register the operations of weft's own among these names."""
     names = [line.partition("torch.ops.weft.")[2].partition(".")[0] for line in bound if "torch.ops.weft." in line]
-    taped = [name in TAPED_OPERATIONS for name in names]
-    return ["weft.distributed.ops"] * (not all(taped)) + ["weft.capture.record.taped_ops"] * any(taped)
+    return sorted({_REGISTERED_BY.get(name, "weft.distributed.ops") for name in names})
 
 
 def _script(step: StepGraph, groups: dict[str, tuple[int, ...]]) -> str:

@@ -415,6 +415,7 @@ SYMBOLIC = {
     "qr": lambda x: torch.linalg.qr(x)[1],
     "baddbmm": lambda x: torch.baddbmm(x[None], x[None], torch.ones(FEATURES, FEATURES).expand(1, -1, -1)),
     "bilinear": lambda x: F.bilinear(x, x, torch.ones(2, FEATURES, FEATURES)),
+    "lstm": lambda x: LSTM(x[None])[0],
     "tril_indices": lambda x: x[torch.ones(x.shape[0], x.shape[0]).tril().argmax(1)],
 }
 
@@ -425,7 +426,7 @@ def test_sizes_stay_symbolic_through(operation: Callable[[Tensor], Tensor]) -> N
     assert symbols(compiled) == ["args[0].size(0)"]
 
 
-NUMBERS = {"hardshrink": F.hardshrink, "softshrink": F.softshrink, "lstm": lambda x: LSTM(x[None])[0]}
+NUMBERS = {"hardshrink": F.hardshrink, "softshrink": F.softshrink}
 LSTM = nn.LSTM(FEATURES, 3)
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -460,3 +461,29 @@ def test_a_module_that_a_step_imports_gets_the_original_functions(
     weft.capture(step, torch.ones(2))
     module = sys.modules.pop("imported_in_a_step")
     assert (module.datetime, module.random, module.time) == (datetime.datetime, random.random, time.time)
+
+
+def test_a_module_that_the_step_finds_keeps_its_own_functions(tmp_path: Any, monkeypatch: Any) -> None:
+    """Its variables become known to the capture while stand-ins are among them."""
+    text = """
+        from random import random
+        from torch import nn
+        SCALE = 2.0
+        class Noise(nn.Module):
+            def forward(self, x):
+                return x * SCALE + random()
+        """
+    (tmp_path / "module_with_noise.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("module_with_noise")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return sys.modules["module_with_noise"].Noise()(x)
+
+    compiled = weft.compile(step)
+    for at in range(3):
+        random.seed(at)
+        expected = step(torch.ones(2))
+        random.seed(at)
+        assert torch.equal(compiled(torch.ones(2)), expected)
+        assert module.random is random.random

@@ -183,3 +183,35 @@ def test_arrays_in_the_python_of_a_composite_operation_are_refused_with_a_remedy
             with pytest.raises(CannotCapture, match=r"torch\.library\.custom_op"):
                 weft.compile(lambda x: torch.ops.weft_test_arrays.doubled(x))(x)
             assert_equal(weft.compile(lambda x: doubled(x))(x), x * 2)
+
+
+FROM_PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a row of a result": lambda x: torch.from_numpy((x * 2)[1].numpy()) + 0,
+    "a part of such a row": lambda x: torch.from_numpy((x * 2)[1].numpy()[1:]) + 0,
+    "a column of an argument's row": lambda x: torch.from_numpy(x[1].numpy()[:, 1]) + 0,
+    "as_tensor of a slice's row": lambda x: torch.as_tensor(x[1:].numpy()[0]) * 2,
+    "transposed": lambda x: torch.from_numpy(x[1].numpy().T) + 0,
+    "of a transposed result": lambda x: torch.from_numpy((x * 2).transpose(0, 2)[1].numpy()[:, 1]) + 0,
+    "of no elements": lambda x: torch.from_numpy((x * 2)[1:1].numpy()) + 1,
+}
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("name", FROM_PARTS)
+def test_a_tensor_of_an_array_of_a_part_begins_where_the_part_does(name: str, offset: int) -> None:
+    function, memory = FROM_PARTS[name], torch.randn(40)
+    compiled = weft.compile(function)
+    for at in (offset, offset + 5):
+        x = memory[at : at + 24].view(2, 3, 4)
+        assert_equal(compiled(x), function(x))
+
+
+def test_writes_through_the_array_of_a_part_reach_its_tensor() -> None:
+    def step(x: torch.Tensor) -> Any:
+        whole = (x * 2).transpose(0, 2)
+        part = torch.from_numpy(whole[1].numpy()[:, 1])
+        part.mul_(3)
+        return whole, part
+
+    x = torch.randn(2, 3, 4)
+    assert_equal(weft.compile(step)(x), step(x))

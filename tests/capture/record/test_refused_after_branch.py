@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.errors import NumpyOnTensor
+from weft.errors import CannotCapture, NumpyOnTensor
 
 SMALL, LARGE = torch.full((2, 4), 0.1), torch.full((2, 4), 1e3)
 
@@ -111,3 +112,59 @@ def test_a_fallback_takes_updates_back_and_says_what_is_called_again(caplog: pyt
     assert compiled.logged == [eager.logged[0], eager.logged[1], eager.logged[1]]
     compiled.logged, eager.logged = [], []
     assert compiled.state() == eager.state()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_path_that_needs_a_plain_size_is_captured_with_sizes_as_numbers(draws: bool) -> None:
+    """The operations before the branch were captured with a symbolic size, which is no number to the code after it. A
+    check before the branch (here of a size that is in a tensor) leaves nothing behind."""
+
+    def make() -> tuple[Any, nn.Linear]:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+
+        def step(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            y = model(x[..., None]).squeeze(-1).roll(x.shape[1] // 2, 1)
+            y = nn.functional.dropout(y, 0.5) if draws else y
+            y = nn.functional.interpolate(y[None, None], size=(rows, x.shape[1]))
+            if x.sum() > 10:
+                try:
+                    text = json.dumps(y.shape[3])
+                except TypeError:
+                    text = ""
+                y = y * (1 + len(text))
+            loss = y.square().sum()
+            model.zero_grad()
+            loss.backward()
+            return loss.detach()
+
+        return step, model
+
+    (plain, theirs), (step, ours) = make(), make()
+    compiled = weft.compile(step)
+    for at, (size, value) in enumerate([(4, 0.1), (5, 0.1), (6, 4.0), (6, 0.1), (7, 4.0), (6, 5.0)]):
+        x, rows = torch.full((2, size), value), torch.tensor(2 + at % 3)
+        torch.manual_seed(at)
+        expected = plain(x, rows)
+        torch.manual_seed(at)
+        assert torch.equal(compiled(x, rows), expected)
+        assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+def test_sizes_that_are_marked_dynamic_stay_symbols() -> None:
+    @weft.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.roll(x.shape[1] // 2, 1)
+        if x.sum() > 10:
+            try:
+                y = y * len(json.dumps(y.shape[1]))
+            except TypeError:
+                y = y + 1
+        return y
+
+    x, large = torch.full((2, 5), 0.1), torch.full((2, 6), 4.0)
+    for each in (x, large):
+        weft.mark_dynamic(each, 1)
+    step(x)
+    with pytest.raises(CannotCapture):
+        step(large)
