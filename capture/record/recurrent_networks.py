@@ -3,7 +3,8 @@
 Torch's kernels of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` loop in C++ over the steps of time, so a capture must come
 before them: always where the sequences are packed, and over a tensor where its length is a symbol. A call becomes an
 autograd function whose forward and backward are nodes (:mod:`weft.capture.record.taped_ops`). An LSTM over a tensor of
-any symbolic size is such a node too, because torch chooses its kernel in C++ from numbers.
+any symbolic size is such a node too, because torch chooses its kernel in C++ from numbers. So is every network on a
+GPU, because torch looks there, before it calls cuDNN, whether the weights are in one piece of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from weft import torch_adapter
 from weft.capture.record.packed_sequences import check_operands, taped_results
 from weft.capture.record.taped_ops import RECURRENT, STATES
 from weft.capture.state.hook_registrations import user_hook
+from weft.capture.user_code import user_line
+from weft.errors import CannotCapture
 
 ops = torch.ops.weft
 _KINDS = {function: kind for kind, function in RECURRENT.items()}
@@ -50,16 +53,30 @@ def _over_tensor(kind: str, data: Any, hidden: Any, params: Any, *options: Any) 
 
 
 def _needs_node(kind: str, data: Any, hidden: Any, params: Any) -> bool:
-    """Whether the network over a tensor has sizes for which torch's kernels cannot be captured, and a node can be."""
+    """Whether torch's kernels of the network over a tensor cannot be captured, and a node can be.
+
+    Raises:
+        CannotCapture: neither can be.
+    """
     tensors = [data, *_states(kind, hidden), *params]
-    if not any(isinstance(size, torch.SymInt) for each in tensors for size in each.shape):
+    on_cpu = all(each.device.type == "cpu" for each in tensors)
+    if on_cpu and not any(_has_symbols(each) for each in (tensors if kind == "lstm" else tensors[:1])):
         return False
-    if torch.is_autocast_enabled("cpu") or not all(
-        each.device.type == "cpu" and torch_adapter.is_plain_tensor_type(type(each)) for each in tensors
-    ):
-        return False
-    # The kernel of a whole LSTM computes the gradients of all weights at once: their hooks run in another order.
-    return kind != "lstm" or len([each for each in params if _has_hooks(each)]) <= 1
+    why = remedy = ""
+    if torch.is_autocast_enabled(data.device.type):
+        why, remedy = "under autocast", f'Call it in a region of torch.autocast("{data.device.type}", enabled=False)'
+    elif not all(torch_adapter.is_plain_tensor_type(type(each)) for each in tensors):
+        why, remedy = "whose weights are shards", "Gather them before the call: leave the module to weft.fully_shard"
+    elif len([each for each in params if _has_hooks(each)]) > 1 and (kind == "lstm" or not on_cpu):
+        # Such a kernel computes the gradients of all weights at once: their hooks run in another order.
+        why, remedy = "with hooks on several weights", "Register them on one weight"
+    if why and not on_cpu:
+        raise CannotCapture(user_line(), f"a recurrent network on a GPU {why} cannot be one node of a graph", remedy)
+    return not why
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _states(kind: str, hidden: Any) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ contribution for each step of a sequence, and floats are summed in that order. A
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,7 +149,11 @@ def _recurrent(
         options = others[STATES[kind] :], has_biases, num_layers, dropout, train, bidirectional
         call = RECURRENT[kind]
         result: Sequence[torch.Tensor]
-        result = call(data, state, *options, False) if batch_sizes is None else call(data, batch_sizes, state, *options)
+        with warnings.catch_warnings():
+            # cuDNN wants all weights in one piece of memory, and copies are not.
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            over_tensor = batch_sizes is None
+            result = call(data, state, *options, False) if over_tensor else call(data, batch_sizes, state, *options)
         return [each.contiguous() for each in result]  # as the fake rule says
 
     return _taped(run, tensors, grad_mode, differentiable)

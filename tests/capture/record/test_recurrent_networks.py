@@ -192,3 +192,57 @@ def test_cells_over_rows_that_the_data_select(kind: str) -> None:
         return model, step
 
     both(make, lambda at: (data(at, (6, WIDTH)), torch.arange(6) <= at), captures=2 + CALLS)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [True, False], ids=["batch_first", "length_first"])
+@pytest.mark.parametrize(("kind", "options"), [each for each in KINDS if "dropout" not in each[1]], ids=str)
+def test_networks_on_a_gpu(kind: str, options: dict[str, Any], first: bool) -> None:
+    """Of fixed sizes, of sizes that change, and of rows that the data select: cuDNN's results in both."""
+
+    def make() -> Any:
+        model = Network(kind, options, first).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+        def step(x: torch.Tensor, mask: torch.Tensor | None) -> Any:
+            out, state = model(x if mask is None else x[mask])
+            loss = out.square().mean() + state.mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), out.detach()
+
+        return model, step
+
+    dtype = options.get("dtype")
+    for sizes, masked in (
+        (lambda at: (6, BATCH), False),
+        (lambda at: (6 + at, BATCH + at), False),
+        (lambda at: (6, BATCH), True),
+    ):
+        found = []
+        for wrap in (lambda step: step, weft.compile):
+            torch.manual_seed(0)
+            model, step = make()
+            step = wrap(step)
+            masks = [(torch.arange(6) <= at).cuda() if masked else None for at in range(CALLS)]
+            results = [step(data(at, (*sizes(at), WIDTH), dtype).cuda(), masks[at]) for at in range(CALLS)]
+            found.append([*results, tuple(model.parameters())])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+        assert len(step.captures) <= 2, step.captures
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu_is_refused_by_name() -> None:
+    model = nn.LSTM(WIDTH, HIDDEN).cuda()
+
+    @weft.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(x)[0]
+
+    with pytest.raises(CannotCapture, match="recurrent network on a GPU under autocast"):
+        step(data(0, (6, BATCH, WIDTH)).cuda())
