@@ -74,7 +74,7 @@ class GraphedProgram:
         updated = {what.input for what in step.outputs if isinstance(what, Update)}
         self._updated = [entry.name in updated for entry in step.inputs]
         self._names = [entry.path for entry in step.inputs]
-        self._tensors = [isinstance(node.meta["val"], torch.Tensor) for node in step.placeholders]
+        self._tensors = [isinstance(node.meta.get("val"), torch.Tensor) for node in step.placeholders]
         self._copied = [entry.role is Role.BATCH for entry in step.inputs]
         self._keys_of = self._key_functions()
         self._address_changes = [0] * len(step.inputs)

@@ -205,7 +205,7 @@ class _TensorPlacer:
             # memory.
             for storage in storages(node):
                 memory = by_storage.setdefault(storage, memory).merge(memory)
-            is_tensor = isinstance(node.meta["val"], torch.Tensor)
+            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
             self._set(node, Variable(node.name, memory if is_tensor else None))
 
     def _set(self, node: Node, tree: Tree) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -560,6 +561,26 @@ def test_inputs_and_values_between_partitions_are_freed_at_their_last_use() -> N
     assert there == [[False, False]]
     assert inputs == []
     assert found[0] == 512.0
+
+
+def test_conditions_on_numbers_of_the_data_have_no_fake_value_and_pass_between_partitions() -> None:
+    """As checks of data-dependent sizes have them."""
+    seen: list[bool] = []
+    build = StepBuilder()
+    x = build.input(torch.ones(3))
+    number = build.graph.call_function(aten._local_scalar_dense.default, (build.call(aten.sum.default, x),))
+    holds = build.graph.call_function(operator.ge, (number, 0))
+    build.effect(lambda condition: seen.append(condition), holds)
+    value = x
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    build.effect(lambda value, condition: seen.append(condition), value, holds)
+    build.returns(value)
+    program = compile_recorded(_on_gpu(build), FakeRecorder(), CPU)
+    assert isinstance(program, PiecewiseProgram)
+    assert program(torch.ones(3))[0][0] == 512.0
+    assert program(-torch.ones(3))[0][0] == -512.0
+    assert seen == [True, True, False, False]
 
 
 def test_a_step_of_which_nothing_can_be_recorded_is_one_program() -> None:
