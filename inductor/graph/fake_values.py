@@ -34,7 +34,8 @@ NOT_STATED: Any = object()
 # What fake implementations raise on a torch without CUDA, in a process that is not in the group, or for a number that
 # the operation reads from a tensor.
 _NOT_HERE = (
-    *("not linked with support for", "driver version is insufficient"),  # a GPU's fake where there is no GPU
+    # A GPU's fake where there is no GPU; the last one where a build for GPUs sees none.
+    *("not linked with support for", "driver version is insufficient", "no CUDA-capable device"),
     *("Could not resolve the process group", "Cannot cast FakeTensor"),
 )
 # Some of their results (scratch memory, statistics) differ between CPUs and GPUs: a retargeted graph keeps the CPU's.

@@ -47,6 +47,22 @@ def test_a_true_graph_is_verified_whole() -> None:
     assert verifier.skipped == {}
 
 
+@pytest.mark.parametrize(
+    "text", ["CUDA error: no CUDA-capable device is detected", "CUDA driver version is insufficient"]
+)
+def test_what_needs_a_gpu_is_skipped_where_there_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that is built for GPUs asks for one in some fake rules, on a laptop that plans for a cluster, too."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr("weft.inductor.graph.fake_values.fake_result", refused)
+    step, _ = small_step()
+    verifier = GraphVerifier()
+    verifier.start(step)
+    assert verifier.skipped == {"mm.default": 1, "t.default": 1, "mul.Tensor": 1, "add.Tensor": 1, "sum.default": 1}
+
+
 def test_what_did_not_change_is_not_recomputed() -> None:
     step, nodes = small_step()
     verifier = GraphVerifier()
