@@ -1,27 +1,46 @@
-"""``torch.cond`` in a step: the branch that its predicate chooses, as Python's ``if`` would.
+"""``torch.cond`` and ``while_loop`` in a step: the branch that a predicate chooses, as Python's ``if`` and ``while``
+would.
 
-Tracers that see no Python are given both branches. A capture sees Python, and branches on values
+Tracers that see no Python are given functions for both outcomes. A capture sees Python, and branches on values
 (:mod:`weft.capture.record.branches`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.record.recorder import recording
 from weft.thread_patches import present
 
+_WHILE_LOOP = "torch._higher_order_ops.while_loop"
 
-def cond_replacements() -> list[tuple[Any, str, Any]]:
+
+def control_flow_replacements() -> list[tuple[Any, str, Any]]:
     """(owner, name, replacement)."""
-    original = present(torch, "cond")
+    original_cond = present(torch, "cond")
+    # A function of the same name hides the module where its package has it.
+    owner = sys.modules.get(_WHILE_LOOP)
+    original_while = getattr(owner, "while_loop", None)
 
     def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
         if recording() is None:
-            return original(pred, true_fn, false_fn, operands)
+            return original_cond(pred, true_fn, false_fn, operands)
         return (true_fn if pred else false_fn)(*operands)
 
-    return [(torch, "cond", cond)]
+    def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any) -> Any:
+        if recording() is None:
+            assert original_while is not None
+            return original_while(cond_fn, body_fn, carried_inputs)
+        # Like torch's, it returns no input: those of a loop that ends at once are copied.
+        carried = torch_adapter.map_leaves(torch.Tensor, torch.clone, tuple(carried_inputs))
+        while cond_fn(*carried):
+            carried = tuple(body_fn(*carried))
+        return carried
+
+    found: list[tuple[Any, str, Any]] = [(torch, "cond", cond)]
+    return found + ([(owner, "while_loop", while_loop)] if original_while is not None else [])

@@ -23,7 +23,7 @@ from weft.capture.record.assignment_problems import assignment_replacements
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
 from weft.capture.record.computed_names import ComputedNames
-from weft.capture.record.control_flow import cond_replacements
+from weft.capture.record.control_flow import control_flow_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.float_arithmetic import math_replacements
@@ -167,7 +167,7 @@ class OutsideValues:
                     *warning_replacements(self.calls),
                     *sum_replacements(),
                     *math_replacements(),
-                    *cond_replacements(),
+                    *control_flow_replacements(),
                     *assignment_replacements(self.arrays),
                     *self._objects.replacements(),
                     *self._generators.replacements(),
