@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from both_ways import assert_equal, detached
+from harness import run_ranks
 from weft.errors import CannotCapture
 
 WIDTH, HIDDEN, BATCH, LONGEST, CALLS = 4, 5, 6, 7, 5
@@ -192,6 +194,41 @@ def test_cells_over_rows_that_the_data_select(kind: str) -> None:
         return model, step
 
     both(make, lambda at: (data(at, (6, WIDTH)), torch.arange(6) <= at), captures=2 + CALLS)
+
+
+# ---- on two ranks
+
+
+def train_sharded(rank: int, world: int, recompute: bool) -> None:
+    """Each rank has another number of sequences."""
+    found = []
+    for wrap in (lambda step: step, weft.compile):
+        torch.manual_seed(0)
+        model = Network("LSTM", {"num_layers": 2}, True)
+        weft.fully_shard(model.core)
+        weft.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor, mask: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            out, _ = checkpoint(model, x[mask], use_reentrant=False) if recompute else model(x[mask])
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = wrap(step)
+        masks = [torch.arange(6) < 2 + (at + rank) % 4 for at in range(CALLS)]
+        losses = [step(data(10 * at + rank, (6, LONGEST, WIDTH)), masks[at]) for at in range(CALLS)]
+        found.append([losses, [p.full_tensor() for p in model.parameters()]])  # type: ignore[attr-defined]
+    assert_equal(detached(found[1]), detached(found[0]))
+    assert len(step.captures) == 1, step.captures
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sharded_networks_over_other_numbers_of_sequences_on_each_rank(recompute: bool) -> None:
+    run_ranks(train_sharded, 2, recompute)
 
 
 # ---- on a GPU
