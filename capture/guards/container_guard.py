@@ -84,7 +84,8 @@ class ContainerGuard:
             return False
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
         changes = self._watch.changes()
-        if (changes or any(each.contents for each in self._unfilled)) and not self._changed_match(changes):
+        filled = self._unfilled and any(each.contents for each in self._unfilled)
+        if (changes or filled) and not self._changed_match(changes):
             return False
         self._watch.accept(changes)
         if self._reorderable and not all(each.is_in_order() for each in self._reorderable):

@@ -184,9 +184,11 @@ class Guards:
                 self._kept_alike is None
                 or self._arguments.failure(leaves, spec) is not None
                 or self._same_objects.failure(leaves) is not None
-                or not all(holds() for holds in self.checks.values())
             ):
                 return False
+            for holds in self.checks.values():  # without a generator, which costs as much as the short checks
+                if not holds():
+                    return False
         if not self._are_untouched:
             self._untouched = self._next_untouched
         if self._calls < _OFTEN:
@@ -258,7 +260,7 @@ class Guards:
             self._next_untouched = kept, state_checks.unchanged_tensors(self._read_kept(), kept)
 
     def _hooks_hold(self) -> bool:
-        if not self._are_quiet() or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
+        if not self._are_quiet() or (self._hooked and any(hooks_of(leaf) != hooks for leaf, hooks in self._hooked)):
             return False
         # A leaf without hooks gets one by a registration alone: `swap_tensors` registers one, too.
         made = torch_adapter.hooks_made()
