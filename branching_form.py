@@ -196,7 +196,7 @@ class BranchingForm:
 
     Attributes:
         captured, guards: of the path that was taken last.
-        dynamic: as above.
+        dynamic: as given.
     """
 
     def __init__(

@@ -340,7 +340,11 @@ class CompiledStep(Generic[P, R]):
         plain = (PathsDiffer, TooManyPaths) if entry.captured.arguments.arrays else PathsDiffer
         # After the branch Python needs plain numbers or sizes, and the operations before it have symbols.
         dims = entry.dynamic if isinstance(entry, BranchingForm) else frozenset()
-        if isinstance(error, plain) and not ended.raises and self._varying.fix(entry.captured, dims, args, kwargs):
+        if (
+            isinstance(error, plain)
+            and not ended.raises
+            and self._varying.specialise(entry.captured, dims, args, kwargs)
+        ):
             self.entries.drop(entry)
             if ended.undone:
                 return self._first_call(args, kwargs, ["the path after a branch needs plain numbers"])
@@ -406,9 +410,9 @@ class CompiledStep(Generic[P, R]):
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise
             why = str(error).split("\n")[0]
-        # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
+        # An operation without a rule for symbolic sizes (`hardshrink`). If the step itself raises, so does this.
         captured = self._captured(args, kwargs, dynamic=frozenset(), changing=changing)
-        self._varying.fix_sizes(args, kwargs)
+        self._varying.specialise_sizes(args, kwargs)
         log.info("captured with sizes as numbers: %s", why)
         return captured
 

@@ -436,9 +436,10 @@ class ArrayRecorder:
         address = lambda each: each.__array_interface__["data"][0]
         offset = (address(sample) - address(memory.sample)) // sample.itemsize if sample.size else 0
         strides = [each // sample.itemsize for each in sample.strides]
-        # An offset in `as_strided` counts from the start of the storage, and this one from that of the array.
-        flat = memory.fake.as_strided((span(memory.fake),), (1,))
-        return flat[offset:].as_strided(sample.shape, strides)
+        # `offset` counts from the start of the array, one given to `as_strided` from the start of the storage. Without
+        # one, `as_strided` begins where its operand does.
+        begin = memory.fake.as_strided((span(memory.fake),), (1,))[offset:] if offset else memory.fake
+        return begin.as_strided(sample.shape, strides)
 
     def text(self, array: HostArray, frame: types.FrameType, method: str, arguments: tuple[Any, ...]) -> str | None:
         """A mark for the text of an array or number, as it is now; None where the code in ``frame`` may read it."""

@@ -15,6 +15,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.recorder import recording
+from weft.short_tracebacks import users_mistake
 from weft.thread_patches import present
 
 _WHILE_LOOP = "torch._higher_order_ops.while_loop"
@@ -37,10 +38,21 @@ def control_flow_replacements() -> list[tuple[Any, str, Any]]:
             assert original_while is not None
             return original_while(cond_fn, body_fn, carried_inputs)
         # Like torch's, it returns no input: those of a loop that ends at once are copied.
-        carried = torch_adapter.map_leaves(torch.Tensor, torch.clone, tuple(carried_inputs))
+        result = carried = torch_adapter.tree_map(_copied, carried_inputs)
+        structure = torch_adapter.flatten(carried)[1]
         while cond_fn(*carried):
-            carried = tuple(body_fn(*carried))
-        return carried
+            # Torch returns what the body returned, and nests its tensors for the next iteration like the inputs.
+            result = body_fn(*carried)
+            leaves = torch_adapter.flatten(result)[0]
+            if len(leaves) != structure.num_leaves:
+                taken = f"body_fn of while_loop takes {structure.num_leaves} tensors and numbers"
+                raise users_mistake(RuntimeError(f"{taken}, and returned {len(leaves)}"))
+            carried = torch_adapter.unflatten(leaves, structure)
+        return result
 
-    found: list[tuple[Any, str, Any]] = [(torch, "cond", cond)]
-    return found + ([(owner, "while_loop", while_loop)] if original_while is not None else [])
+    replacements: list[tuple[Any, str, Any]] = [(torch, "cond", cond)]
+    return replacements + ([(owner, "while_loop", while_loop)] if original_while is not None else [])
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

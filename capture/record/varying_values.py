@@ -29,7 +29,7 @@ class VaryingValues:
         self._lists = lists
         self._dynamic = dynamic
         self._dims: dict[Any, set[tuple[int, int]]] = {}
-        self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
+        self._specialised: set[Any] = set()  # structures of arguments whose sizes are constants
         self._numbers: set[str] = set()
         self._numbers_are_plain = False
 
@@ -37,7 +37,7 @@ class VaryingValues:
         """Dimensions to keep symbolic in a capture of this call, after those of ``forms``."""
         self._lists.note_lengths(args, kwargs)
         leaves, spec = self._lists.flatten((args, kwargs))
-        if spec in self._fixed or self._dynamic is False:
+        if spec in self._specialised or self._dynamic is False:
             dims: set[tuple[int, int]] = set()
         elif self._dynamic is True:
             dims = {
@@ -65,21 +65,25 @@ class VaryingValues:
         self._numbers |= self._lists.varying(args, kwargs)[1]
         return self._lists.changing(self._numbers)
 
-    def fix_sizes(self, args: Any, kwargs: Any) -> None:
-        """Let the sizes of arguments of this structure be numbers from now on."""
-        self._fixed.add(self._lists.flatten((args, kwargs))[1])
+    def specialise_sizes(self, args: Any, kwargs: Any) -> None:
+        """Capture the sizes of arguments of this structure as constants from now on."""
+        self._specialised.add(self._lists.flatten((args, kwargs))[1])
 
-    def fix(self, captured: CapturedStep, dims: Dims, args: Any, kwargs: Any) -> bool:
-        """Let sizes be numbers from now on, or where they are already, Python numbers; whether either was symbolic.
+    def specialise(self, captured: CapturedStep, dims: Dims, args: Any, kwargs: Any) -> bool:
+        """Capture sizes as constants from now on; where they are constants already, capture Python numbers as such.
 
-        Sizes that the user wants to be symbolic stay so.
+        Sizes that the user marked as dynamic stay symbolic.
 
         Args:
-            captured, dims: what needs plain numbers, and the dimensions that are symbolic there.
+            captured: the capture that has symbols where the step needs plain numbers.
+            dims: the dimensions that are symbolic in it.
+
+        Returns:
+            Whether anything was symbolic, so that another capture differs.
         """
         leaves, _ = self._lists.flatten((args, kwargs))
         if dims and self._dynamic is None and not _marked(leaves, "dynamic"):
-            self.fix_sizes(args, kwargs)
+            self.specialise_sizes(args, kwargs)
             return True
         has_numbers = bool(captured.changing.numbers)
         self._numbers_are_plain |= has_numbers

@@ -59,6 +59,38 @@ def test_a_loop_that_ends_at_once_returns_copies() -> None:
     assert torch.equal(x, torch.ones(3))
 
 
+BODIES: dict[str, Any] = {
+    "one tensor": (lambda y: y.sum() < 9, lambda y: y * 2, (torch.ones(2),)),
+    "a list": (lambda y: y.sum() < 9, lambda y: [y * 2], (torch.ones(2),)),
+    "a dictionary": (lambda d: d["a"].sum() < 9, lambda d: ({"a": d["a"] * 2},), ({"a": torch.ones(2)},)),
+    "a number": (lambda i, y: i < 2, lambda i, y: (i + 1, y * 2), (0, torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_a_body_returns_has_the_structure_of_eager(name: str) -> None:
+    condition, body, carried = BODIES[name]
+
+    @weft.compile
+    def step(scale: torch.Tensor) -> Any:
+        return while_loop(condition, body, carried), scale * 2
+
+    found, _ = step(torch.ones(1))
+    expected = while_loop(condition, body, carried)
+    assert type(found) is type(expected)
+    assert_equal(found, expected)
+
+
+def test_a_body_that_returns_other_values_than_it_takes_is_an_error() -> None:
+    def step(x: torch.Tensor) -> Any:
+        return while_loop(lambda y, z: y.sum() < 4, lambda y, z: y * 2, (x, x + 1))
+
+    with pytest.raises(Exception, match="same number of outputs"):
+        step(torch.ones(2))
+    with pytest.raises(Exception, match=r"same number of outputs|takes 2 tensors and numbers, and returned 1"):
+        weft.compile(step)(torch.ones(2))
+
+
 def test_a_loop_of_ever_other_lengths_is_refused_by_name() -> None:
     @weft.compile
     def step(x: torch.Tensor) -> torch.Tensor:
