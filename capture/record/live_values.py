@@ -35,6 +35,21 @@ _HELD_BY_A_LIST = 0
 _HELD_BY_A_LIST = references([object()], 0)
 
 
+def calls_keep_arguments() -> bool:
+    """Whether a Python function that calls another one refers to the arguments until that returns.
+
+    CPython's interpreter hands its references over to the called function. It keeps them where something has replaced
+    the evaluation of frames (PEP 523): torch does in the whole process while any of its threads runs compiled code, or
+    code in which ``torch.compiler.disable`` forbids that.
+    """
+    # `next` calls through C, which always keeps its references.
+    return _references_to_argument(object()) == next(map(_references_to_argument, iter(object, None)))
+
+
+def _references_to_argument(argument: object) -> int:
+    return sys.getrefcount(argument)
+
+
 def storages_in_use(
     storages: TrackedStorages, nodes: Iterable[torch.fx.Node], inputs: Iterable[torch.Tensor]
 ) -> list[TrackedStorage]:

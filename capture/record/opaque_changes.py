@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.capture.record.live_values import references
+from weft.capture.record.live_values import calls_keep_arguments, references
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.template_parts import copied_kinds
 from weft.capture.state.code_names import code_names, functions_in
@@ -91,13 +91,15 @@ def _name(container: Container, key: Any) -> str:
     return found.group() if found else ""
 
 
-def held_elsewhere(made: Mapping[int, tuple[Any, Any]], known: Iterable[int], *of_call: Any) -> list[Any]:
+def held_elsewhere(
+    made: Mapping[int, tuple[Any, Any]], known: Iterable[int], call: tuple[tuple[Any, ...], dict[str, Any]]
+) -> list[Any]:
     """Those objects that can be changed and that more than the others hold, and what is in them: (object, its part).
 
     Args:
         made: the objects that the step made for a call, and their parts in its template, by id.
         known: ids of objects for which other references are known, once for each.
-        of_call: the containers that the call itself makes of its arguments.
+        call: the arguments, by position and by name, in the containers that the call itself makes.
     """
     values = [value for value, _ in made.values()]
     # By id: a list of the parts would refer to them.
@@ -106,7 +108,9 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], known: Iterable[int], *o
     within = Counter(each for parts in inside for each in parts)
     within.update(id(each) for pair in made.values() for each in pair)
     within.update(known)
-    calls = set(map(id, of_call))
+    if calls_keep_arguments():
+        within.update(map(id, (*call[0], *call[1].values())))
+    calls = {id(call), *map(id, call)}
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     pending = [at for at in pending if id(values[at]) not in calls]
     numbers = {id(value): at for at, value in enumerate(values)}

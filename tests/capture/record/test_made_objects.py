@@ -9,10 +9,11 @@ import functools
 import logging
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.capture.record.live_values import calls_keep_arguments
 from weft.errors import EscapedTensor, PythonStateChanged
 
 CALLS = 5
@@ -456,6 +458,28 @@ def test_an_opaque_function_that_changes_what_the_step_made_is_refused(place: st
         weft.compile(step)(torch.ones(2))
 
 
+@pytest.fixture(params=[False, True], ids=["", "another thread runs compiled code"])
+def _other_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch then evaluates the frames of all threads, and a Python call keeps references to its arguments."""
+    entered, end = threading.Event(), threading.Event()
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert end.wait(60)
+        return x + 1
+
+    thread = threading.Thread(target=torch.compile(wait, backend="eager"), args=(torch.ones(1),))
+    if request.param:
+        thread.start()
+        assert entered.wait(60)
+    assert calls_keep_arguments() == request.param
+    yield
+    end.set()
+    if request.param:
+        thread.join()
+
+
+@pytest.mark.usefixtures("_other_thread")
 def test_an_opaque_function_may_change_what_it_alone_has() -> None:
     seen = []
 
