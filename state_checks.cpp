@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -49,6 +50,33 @@ bool is_plain(const c10::TensorImpl& impl) {
 struct Comparison {
   virtual ~Comparison() = default;
   virtual bool holds() const = 0;
+  // Of what is new at each call.
+  virtual bool holds_for(PyObject*) const { return holds(); }
+};
+
+struct Check {
+  PyObject_HEAD
+  const Comparison* comparison;
+  PyObject* held;  // what is compared
+};
+
+PyTypeObject* check_type = nullptr;
+
+// Several checks hold.
+struct All final : Comparison {
+  std::vector<const Comparison*> comparisons;
+
+  bool add(PyObject* check) {
+    if (!Py_IS_TYPE(check, check_type)) return false;
+    comparisons.push_back(reinterpret_cast<Check*>(check)->comparison);
+    return true;
+  }
+
+  bool holds() const override {
+    for (const Comparison* each : comparisons)
+      if (!each->holds()) return false;
+    return true;
+  }
 };
 
 int64_t read_word(const void* word) {
@@ -103,11 +131,16 @@ struct Tensors final : Comparison {
   };
   std::map<Layout, std::vector<Expected>> tensors;
 
+  static Layout layout_of(PyObject* tensor) {
+    const auto& impl = *impl_of(tensor);
+    return {Py_TYPE(tensor), Members::keys(impl), Members::kind(impl), Members::offset(impl),
+            impl.requires_grad(), impl.sizes().vec(), impl.strides().vec()};
+  }
+
   bool add(PyObject* tensor) {
     const auto* impl = impl_of(tensor);
     if (!is_plain(*impl) || !Members::are_known(*impl)) return false;
-    const Layout layout{Py_TYPE(tensor), Members::keys(*impl), Members::kind(*impl), Members::offset(*impl),
-                        impl->requires_grad(), impl->sizes().vec(), impl->strides().vec()};
+    const Layout layout = layout_of(tensor);
     const auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
     tensors[layout].push_back({tensor, impl, storage, storage->data(), impl->autograd_meta()});
     return true;
@@ -149,6 +182,46 @@ struct Tensors final : Comparison {
 #pragma GCC unroll 5
       for (size_t at = 0; at < dim; ++at)
         if (shape.sizes_data()[at] != sizes[at] || shape.strides_data()[at] != strides[at]) return false;
+    }
+    return true;
+  }
+};
+
+// The tensors in a list are like others, and each is in a storage of its own, which none of the kept tensors has.
+struct NewTensors final : Comparison {
+  std::vector<Tensors::Layout> tensors;
+  std::unordered_set<int64_t> kept;
+
+  bool add(PyObject* alike, PyObject* others) {
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(alike); ++at) {
+      PyObject* tensor = PyTuple_GET_ITEM(alike, at);
+      if (!is_plain(*impl_of(tensor)) || !Members::are_known(*impl_of(tensor))) return false;
+      tensors.push_back(Tensors::layout_of(tensor));
+    }
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(others); ++at) {
+      const auto* impl = impl_of(PyTuple_GET_ITEM(others, at));
+      if (!is_plain(*impl)) return false;
+      kept.insert(Members::storage(*impl));
+    }
+    return true;
+  }
+
+  bool holds() const override { return false; }
+
+  bool holds_for(PyObject* list) const override {
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(tensors.size())) return false;
+    for (size_t at = 0; at < tensors.size(); ++at) {
+      PyObject* tensor = PyList_GET_ITEM(list, at);
+      const auto& layout = tensors[at];
+      if (Py_TYPE(tensor) != layout.type) return false;
+      const auto& impl = *impl_of(tensor);
+      if (Members::keys(impl) != layout.keys || Members::kind(impl) != layout.kind) return false;
+      if (impl.requires_grad() != layout.requires_grad) return false;
+      if (impl.sizes() != c10::IntArrayRef(layout.sizes) || impl.strides() != c10::IntArrayRef(layout.strides))
+        return false;
+      if (kept.count(Members::storage(impl))) return false;
+      for (size_t other = 0; other < at; ++other)
+        if (Members::storage(*impl_of(PyList_GET_ITEM(list, other))) == Members::storage(impl)) return false;
     }
     return true;
   }
@@ -204,18 +277,6 @@ struct Words : Comparison {
   }
 };
 
-// These dictionaries, lists and sets are empty.
-struct Empty final : Words {
-  bool add(PyObject* container) {
-    const void* size = nullptr;
-    if (PyDict_Check(container)) size = &reinterpret_cast<PyDictObject*>(container)->ma_used;
-    if (PyList_Check(container)) size = &reinterpret_cast<PyVarObject*>(container)->ob_size;
-    if (PyAnySet_Check(container)) size = &reinterpret_cast<PySetObject*>(container)->used;
-    words.push_back({size, 0});
-    return size != nullptr;
-  }
-};
-
 // Slots of objects hold what they held: triples of the object, the name of the slot and what is in it. Cells and
 // functions have slots for their contents, code and defaults.
 struct Slots final : Words {
@@ -247,8 +308,8 @@ struct Slots final : Words {
   }
 };
 
-// Nobody has changed these dictionaries since.
 #if PY_VERSION_HEX < 0x030C0000
+// Nobody has changed these dictionaries since.
 struct Versions final : Words {
   bool add(PyObject* dict) {
     if (!PyDict_Check(dict)) return false;
@@ -257,16 +318,18 @@ struct Versions final : Words {
     return true;
   }
 };
-#else  // Python tells of each change before it is made
-struct Versions final : Comparison {
+#else
+// Whether anybody changed a dictionary since: Python tells of each change before it is made, so that no dictionary is
+// read.
+struct WatchedDicts {
   std::vector<PyObject*> dicts;
-  bool changed = false;
+  mutable bool changed = false;
 
-  static inline std::unordered_map<PyObject*, std::vector<Versions*>> watched;
+  static inline std::unordered_map<PyObject*, std::vector<WatchedDicts*>> watched;
 
   static int note(PyDict_WatchEvent, PyObject* dict, PyObject*, PyObject*) {
     if (const auto found = watched.find(dict); found != watched.end())
-      for (Versions* each : found->second) each->changed = true;
+      for (WatchedDicts* each : found->second) each->changed = true;
     return 0;
   }
 
@@ -286,7 +349,7 @@ struct Versions final : Comparison {
     return true;
   }
 
-  ~Versions() override {
+  ~WatchedDicts() {
     for (PyObject* dict : dicts) {
       auto& checks = watched[dict];
       checks.erase(std::find(checks.begin(), checks.end(), this));
@@ -295,10 +358,53 @@ struct Versions final : Comparison {
       if (PyDict_Unwatch(watcher(), dict) < 0) PyErr_Clear();
     }
   }
+};
 
-  bool holds() const override { return !changed; }
+// Nobody has changed these dictionaries since.
+struct Versions final : Comparison {
+  WatchedDicts watch;
+
+  bool add(PyObject* dict) { return watch.add(dict); }
+
+  bool holds() const override { return !watch.changed; }
 };
 #endif
+
+// These dictionaries, lists and sets are empty.
+struct Empty final : Comparison {
+  std::vector<const Py_ssize_t*> sizes;
+#if PY_VERSION_HEX >= 0x030C0000
+  WatchedDicts watch;
+#endif
+
+  bool add(PyObject* container) {
+#if PY_VERSION_HEX >= 0x030C0000
+    if (PyDict_Check(container) && watch.add(container)) {
+      watch.changed = true;  // nobody has looked yet
+      return true;
+    }
+#endif
+    const Py_ssize_t* size = nullptr;
+    if (PyDict_Check(container)) size = &reinterpret_cast<PyDictObject*>(container)->ma_used;
+    if (PyList_Check(container)) size = &reinterpret_cast<PyVarObject*>(container)->ob_size;
+    if (PyAnySet_Check(container)) size = &reinterpret_cast<PySetObject*>(container)->used;
+    sizes.push_back(size);
+    return size != nullptr;
+  }
+
+  bool holds() const override {
+#if PY_VERSION_HEX >= 0x030C0000
+    if (watch.changed) {
+      for (PyObject* dict : watch.dicts)
+        if (reinterpret_cast<PyDictObject*>(dict)->ma_used) return false;
+      watch.changed = false;
+    }
+#endif
+    for (const Py_ssize_t* size : sizes)
+      if (*size) return false;
+    return true;
+  }
+};
 
 // Objects, or those that weak references refer to, have these classes, and these dictionaries hold their attributes.
 struct Attributes final : Comparison {
@@ -387,15 +493,11 @@ struct Items final : Comparison {
   }
 };
 
-struct Check {
-  PyObject_HEAD
-  const Comparison* comparison;
-  PyObject* held;  // what is compared
-};
-
-PyObject* call(PyObject* self, PyObject*, PyObject*) {
+PyObject* call(PyObject* self, PyObject* args, PyObject*) {
+  const Comparison& comparison = *reinterpret_cast<Check*>(self)->comparison;
   try {
-    return PyBool_FromLong(reinterpret_cast<Check*>(self)->comparison->holds());
+    return PyBool_FromLong(PyTuple_GET_SIZE(args) ? comparison.holds_for(PyTuple_GET_ITEM(args, 0))
+                                                  : comparison.holds());
   } catch (...) {
     Py_RETURN_FALSE;
   }
@@ -417,7 +519,15 @@ int visit(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-PyTypeObject* check_type = nullptr;
+PyObject* owned(std::unique_ptr<Comparison> comparison, PyObject* held) {
+  auto* check = PyObject_GC_New(Check, check_type);
+  if (!check) return nullptr;
+  check->comparison = comparison.release();
+  Py_INCREF(held);
+  check->held = held;
+  PyObject_GC_Track(check);
+  return reinterpret_cast<PyObject*>(check);
+}
 
 // A check of the objects in a tuple; None where one is of a kind that cannot be compared so.
 template <typename Kind>
@@ -429,13 +539,19 @@ PyObject* make(PyObject*, PyObject* objects) {
   } catch (...) {  // a tensor that tells nobody of its metadata
     Py_RETURN_NONE;
   }
-  auto* check = PyObject_GC_New(Check, check_type);
-  if (!check) return nullptr;
-  check->comparison = comparison.release();
-  Py_INCREF(objects);
-  check->held = objects;
-  PyObject_GC_Track(check);
-  return reinterpret_cast<PyObject*>(check);
+  return owned(std::move(comparison), objects);
+}
+
+// The same of tensors in a list: (what they are like, those that are kept). The former are not held.
+PyObject* new_tensors(PyObject*, PyObject* both) {
+  PyObject *alike = PyTuple_GET_ITEM(both, 0), *kept = PyTuple_GET_ITEM(both, 1);
+  auto comparison = std::make_unique<NewTensors>();
+  try {
+    if (!comparison->add(alike, kept)) Py_RETURN_NONE;
+  } catch (...) {
+    Py_RETURN_NONE;
+  }
+  return owned(std::move(comparison), kept);
 }
 
 PyObject* set_offset(PyObject*, PyObject* offset) {
@@ -450,6 +566,7 @@ PyMethodDef functions[] = {
     {"versions", make<Versions>, METH_O, nullptr},        {"attributes", make<Attributes>, METH_O, nullptr},
     {"items", make<Items>, METH_O, nullptr},              {"slots", make<Slots>, METH_O, nullptr},
     {"require_grad", make<RequireGrad>, METH_O, nullptr}, {"settings", make<Settings>, METH_O, nullptr},
+    {"joined", make<All>, METH_O, nullptr},               {"new_tensors", new_tensors, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -143,6 +143,23 @@ def _holds(found: Any, known: tuple[Any, ...]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
+def new_tensors(alike: list[torch.Tensor], kept: list[torch.Tensor]) -> Callable[[list[Any]], bool] | None:
+    """A check whether the items of a list are tensors like these, which are not kept: of their types, dtypes, devices,
+    sizes and strides, requiring grad where they do. Each must be in a storage of its own, which none of ``kept`` has.
+    None where there are no compiled checks, or where tensors of a kind cannot be compared so."""
+    library = compiled()
+    return None if library is None else library.new_tensors((tuple(alike), tuple(kept)))
+
+
+def joined(checks: list[Callable[[], bool]]) -> list[Callable[[], bool]]:
+    """One compiled check in the place of these, and those that are not compiled."""
+    library = compiled()
+    made = [each.made if type(each) is _UntilCompiled else each for each in checks]
+    plain = [each for each in made if type(each).__module__ == _MODULE]
+    others = [each for each, check in zip(checks, made, strict=True) if type(check).__module__ != _MODULE]
+    return others if library is None or not plain else [library.joined(tuple(plain)), *others]
+
+
 class _UntilCompiled:
     """A check that is made another way until the compiled one is there.
 
@@ -158,6 +175,11 @@ class _UntilCompiled:
         self._kind = kind
         self._objects: list[Any] | None = objects
         self._check = check
+
+    @property
+    def made(self) -> Callable[[], bool]:
+        """The check that is made now."""
+        return self._check
 
     def __call__(self) -> bool:
         if self._objects is None or (library := compiled()) is None:

@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{found} parameters, {len(guards)} guards, {len(step.captures)} captures, checks {way}")
     parts: dict[str, Callable[[], Any]] = {
         "arguments": lambda: guards._arguments.failure(leaves, spec),
-        **guards.checks,
+        **{name: part.holds for name, part in guards.checks.items()},
     }
     with torch_adapter.no_torch_function():
         costs = {name: microseconds(check) for name, check in parts.items()}

@@ -82,11 +82,14 @@ def _settings_of_torch_restored() -> Iterator[None]:
         cudnn.conv.fp32_precision, cudnn.benchmark = convolution, benchmark
 
 
-@pytest.fixture(params=["compiled", "through torch"])
+@pytest.fixture(params=["compiled", "joined", "through torch"])
 def guard_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways in which guards compare objects: by the checks that weft compiles, and by torch's."""
+    """The ways in which guards compare objects: by the checks that weft compiles, one by one or joined as soon as
+    nothing has changed since the call before, and by torch's."""
     from weft import state_checks
+    from weft.capture.guards import steady_checks
 
+    monkeypatch.setattr(steady_checks, "_CALM", 1 if request.param == "joined" else sys.maxsize)
     if request.param == "through torch":
         importlib.import_module("torch._dynamo.guards")  # torch's optimizers load it
         monkeypatch.setattr(state_checks, "compiled", lambda: None)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from weft.capture.guards.dict_watch import DictWatch
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.state.code_names import may_run
 from weft.capture.state.contents import dictionary_behind
 
@@ -45,6 +46,13 @@ class ClassGuard:
             return False
         self._watch.accept(changes)
         return True
+
+    def steady(self) -> Steady | None:
+        """What holds only if :meth:`holds` would, without a change."""
+        groups = self._watch.steady()
+        if groups is None or self._watch.alone:
+            return None if groups is None else Steady(rest=self.holds)
+        return Steady(groups)
 
     def failure(self) -> str | None:
         """The first new attribute, as text; None where there is none."""

@@ -18,6 +18,7 @@ import torch
 from weft import state_checks
 from weft.capture.guards.argument_guards import matches
 from weft.capture.guards.dict_watch import DictWatch
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import (
     MISSING,
@@ -92,6 +93,39 @@ class ContainerGuard:
             return False
         return self._others_match()
 
+    def steady(self) -> Steady | None:
+        """What holds only if :meth:`holds` would, without a change of :attr:`generation`."""
+        groups, entries = self._watch.steady(), self._entries.steady(self._expected)
+        if groups is None or entries is None:
+            return None
+        compared, others_are = entries
+        compared_whole = set(map(id, self._entries.whole))  # with their lengths
+        parts = [at for at, each in enumerate(self._lists) if id(each) not in compared_whole]
+        lists, counts = [self._lists[at] for at in parts], [self._counts[at] for at in parts]
+        reorderable, alone, unfilled = self._reorderable, self._watch.alone, self._unfilled
+
+        def rest() -> bool:
+            return (
+                (not unfilled or not any(each.contents for each in unfilled))
+                and (not alone or self._alone_match())
+                and (not lists or list(map(len, lists)) == counts)
+                and (not reorderable or all(each.is_in_order() for each in reorderable))
+                and (others_are is None or others_are())
+            )
+
+        is_compared = not unfilled and not alone and not lists and not reorderable and others_are is None
+        return Steady([self._are_empty, *groups, *compared], None if is_compared else rest)
+
+    def _alone_match(self) -> bool:
+        """Whether those dictionaries that change often hold the same objects."""
+        if not (changes := self._watch.changes_alone()):
+            return True
+        before = self.generation, len(self._unfilled)
+        if not self._changed_match(changes) or (self.generation, len(self._unfilled)) != before:
+            return False
+        self._watch.accept(changes)
+        return True
+
     def _changed_match(self, changes: Collection[int]) -> bool:
         """Whether the dictionaries that may have changed have entries that match."""
         asked = [*(self._dicts[at] for at in changes), *self._unfilled]
@@ -141,6 +175,11 @@ class ContainerGuard:
         :attr:`generation` does not grow."""
         guarded = id(place.container) in self._kept and place.key in place.container.guarded()
         return guarded and not place.items
+
+    def watches(self, container: Container) -> bool:
+        """Whether no entry of a container is another object while all of :meth:`steady` holds."""
+        at = next((at for at, each in enumerate(self._dicts) if each.container is container), -1)
+        return self.steady() is not None and at >= 0 and at not in self._watch.alone
 
     def _expected_of(self) -> dict[int, dict[Any, Any]]:
         """The expected entries of each container, by its id."""

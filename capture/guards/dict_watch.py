@@ -70,11 +70,22 @@ class DictWatch:
         for numbers, holds in self._groups:
             if not holds():
                 found |= self._differing(numbers, self._read(numbers))
-        if self._alone:
-            alone = list(map(torch_adapter.dict_version, self._alone_dicts))
-            if alone != self._alone_versions:
-                found |= self._differing(self._alone, alone)
-        return found
+        return found | self.changes_alone() if self._alone else found
+
+    def changes_alone(self) -> dict[int, int]:
+        """The same of those dictionaries that are compared alone."""
+        alone = list(map(torch_adapter.dict_version, self._alone_dicts))
+        return {} if alone == self._alone_versions else self._differing(self._alone, alone)
+
+    def steady(self) -> list[Callable[[], bool]] | None:
+        """Checks that hold as long as :meth:`changes` finds no more than :meth:`changes_alone`; None where a call may
+        put other dictionaries into groups."""
+        return [holds for _, holds in self._groups] if self._is_settled else None
+
+    @property
+    def alone(self) -> frozenset[int]:
+        """The numbers of the dictionaries that are compared alone."""
+        return self._alone_set
 
     def accept(self, changes: dict[int, int]) -> None:
         """Let the versions that :meth:`changes` returned be the accepted ones."""

@@ -29,6 +29,7 @@ from weft.capture.guards.object_guard import ObjectGuard
 from weft.capture.guards.result_cache_guard import ResultCacheGuard
 from weft.capture.guards.sharing_guard import SharingGuard
 from weft.capture.guards.size_guard import SizeGuard
+from weft.capture.guards.steady_checks import GuardPart, Steady, SteadyChecks
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
@@ -133,6 +134,7 @@ class Guards:
         self._are_untouched = False
         self._calls = 0
         self.checks = self._checks()
+        self._steady = SteadyChecks(self.checks)
 
     def __len__(self) -> int:
         return len(self.listed())
@@ -141,6 +143,7 @@ class Guards:
         """Hold no gradient that was found, because another form serves the calls now and may replace it."""
         if self._containers.release_gradients():
             self._memory.release()
+            self._steady.part()
             self._untouched = self._next_untouched = _NEVER
             self._read_with = None
 
@@ -186,9 +189,8 @@ class Guards:
                 or self._same_objects.failure(leaves) is not None
             ):
                 return False
-            for holds in self.checks.values():  # without a generator, which costs as much as the short checks
-                if not holds():
-                    return False
+            if not self._steady.hold():
+                return False
         if not self._are_untouched:
             self._untouched = self._next_untouched
         if self._calls < _OFTEN:
@@ -216,32 +218,53 @@ class Guards:
             or outside_failure(self._outside)
         )
 
-    def _checks(self) -> dict[str, Callable[[], bool]]:
+    def _checks(self) -> dict[str, GuardPart]:
         """What :meth:`unchanged` asks besides the arguments, in this order: each relies on those before it."""
-        found: dict[str, Callable[[], bool] | None] = {
-            "settings of torch": lambda: (
-                self._same_settings() and [read() for read in _OTHER_SETTINGS] == self._other_settings
-            ),
-            "functions of libraries": self._libraries.holds,
-            "dictionaries, lists, attributes": self._containers.holds,
-            "values": (lambda: self._value_failure() is None) if self._values or self._replaced else None,
-            "classes and attributes of objects": self._objects.holds,
-            "attributes of classes": self._classes.holds,
-            "cached results": self._results.holds if self._results.listed() else None,
-            "missing attributes": self._missing.holds if len(self._missing) else None,
-            "requires_grad": lambda: self._leaves_require_grad(),
-            "tensors": self._tensors_hold,
-            "hooks": self._hooks_hold,
-            "symbolic tensors": (lambda: all(guard.failure() is None for guard in self._symbolic))
+        asked, containers, memory = self._same_settings, self._containers, self._memory
+        before = self._other_settings
+        others = lambda: list(map(operator.call, _OTHER_SETTINGS)) == before
+        grads = lambda: Steady([self._leaves_require_grad])
+        overlaps = lambda: memory.steady(self._other_places, self._others_alike) if self._stay_untouched() else None
+        found: dict[str, GuardPart | None] = {
+            "settings of torch": GuardPart(lambda: asked() and others(), lambda: Steady([asked], others)),
+            "functions of libraries": GuardPart(self._libraries.holds, self._libraries.steady),
+            "dictionaries, lists, attributes": GuardPart(containers.holds, containers.steady),
+            "values": _none_fails(self._value_failure) if self._values or self._replaced else None,
+            "classes and attributes of objects": GuardPart(self._objects.holds, self._objects.steady),
+            "attributes of classes": GuardPart(self._classes.holds, self._classes.steady),
+            "cached results": GuardPart(self._results.holds) if self._results.listed() else None,
+            "missing attributes": GuardPart(self._missing.holds, self._missing.steady) if len(self._missing) else None,
+            "requires_grad": GuardPart(lambda: self._leaves_require_grad(), grads),
+            "tensors": GuardPart(self._tensors_hold, self._steady_tensors),
+            "hooks": GuardPart(self._hooks_hold, self._steady_hooks),
+            "symbolic tensors": GuardPart(lambda: all(guard.failure() is None for guard in self._symbolic))
             if self._symbolic
             else None,
-            "sizes": (lambda: self._sizes.failure() is None) if len(self._sizes) else None,
-            "memory": lambda: self._memory.holds(self._are_untouched),
-            "memory of arrays": (lambda: self._array_memory.failure() is None) if len(self._array_memory) else None,
-            "environment": (lambda: environment_failure(self._environment) is None) if self._environment else None,
-            "outside": (lambda: outside_failure(self._outside) is None) if self._outside else None,
+            "sizes": _none_fails(self._sizes.failure, lambda: self._sizes.steady(containers.watches))
+            if len(self._sizes)
+            else None,
+            "memory": GuardPart(lambda: memory.holds(self._are_untouched), overlaps),
+            "memory of arrays": _none_fails(self._array_memory.failure) if len(self._array_memory) else None,
+            "environment": _none_fails(lambda: environment_failure(self._environment)) if self._environment else None,
+            "outside": _none_fails(lambda: outside_failure(self._outside)) if self._outside else None,
         }
-        return {name: check for name, check in found.items() if check is not None}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def _steady_tensors(self) -> Steady | None:
+        """Of those that stay the same; the others are compared with their memory."""
+        return Steady([self._untouched[1]]) if self._stay_untouched() else None
+
+    def _stay_untouched(self) -> bool:
+        """Whether the kept tensors are those that the last call found untouched, as long as what holds them does."""
+        return (
+            self._are_untouched and self._untouched[0] is self._memory.kept() and self._containers.steady() is not None
+        )
+
+    def _steady_hooks(self) -> Steady:
+        if self._hooked:
+            return Steady(rest=self._hooks_hold)
+        made = self._hooks_made
+        return Steady([self._are_quiet], lambda: torch_adapter.hooks_made() == made)
 
     def _tensors_hold(self) -> bool:
         kept, check = self._untouched
@@ -272,6 +295,7 @@ class Guards:
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
+        self._steady.part()
         self._hooks_made = -1
         self._untouched = self._next_untouched
         self._kept_alike = torch_adapter.like(self._read_kept())
@@ -333,6 +357,10 @@ class Guards:
     def _settings_failure(self) -> str | None:
         found = zip(_SETTINGS, _settings(), self._settings, strict=True)
         return next((f"{name} is {now}, was {before}" for name, now, before in found if now != before), None)
+
+
+def _none_fails(failure: Callable[[], str | None], steady: Callable[[], Steady] | None = None) -> GuardPart:
+    return GuardPart(lambda: failure() is None, steady)
 
 
 def _numbered(objects: list[Any]) -> list[int]:

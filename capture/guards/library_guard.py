@@ -15,6 +15,7 @@ from typing import Any
 
 from weft import thread_patches
 from weft.capture.guards.dict_watch import DictWatch
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.state.containers import MISSING, same_simple
 from weft.capture.state.library_names import Libraries, Namespace
 
@@ -50,6 +51,13 @@ class LibraryGuard:
         self._watch.accept(changes)
         self._token = token
         return True
+
+    def steady(self) -> Steady | None:
+        """What holds only if :meth:`holds` would, without a change."""
+        groups = self._watch.steady()
+        if groups is None or self._watch.alone:
+            return None if groups is None else Steady(rest=self.holds)
+        return Steady(groups, lambda: abc.get_cache_token() == self._token)
 
     def failure(self) -> str | None:
         """What was replaced, as text; None where nothing was."""

@@ -11,7 +11,7 @@ are compared. All others are new at each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import state_checks, torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import Container, StatePlace, TensorLike, items_of
@@ -97,6 +98,23 @@ class MemoryGuard:
             in_place: whether those of the list :meth:`kept` are at the same addresses as when the guard last held.
         """
         return (in_place and self._new_are_apart()) or self.failure() is None
+
+    def steady(self, others: PlaceReader, others_alike: Callable[..., bool]) -> Steady | None:
+        """What holds only if overlaps are as they were, for tensors of :meth:`kept` that are where they were, and only
+        if other tensors are alike.
+
+        Args:
+            others: reads them.
+            others_alike: compares them.
+        """
+        if not self._new_are_apart():
+            return None
+        if others.places == self._arguments.places and not self._gradients and not self._by_value:
+            read = self._arguments.read
+            if (both := state_checks.new_tensors(read(), self._tensors)) is not None:
+                return Steady([self._wrap_the_same], lambda: both(read()))
+        rest = lambda: others_alike(*others.read()) and self._new_are_apart()
+        return Steady([self._wrap_the_same], rest)
 
     def release(self) -> None:
         """Hold no tensor until the next check, which compares all overlaps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft import state_checks
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.state.tensor_attributes import MissingAttributes
 
 
@@ -30,6 +31,10 @@ class MissingAttributeGuard:
     def holds(self) -> bool:
         """Whether no attribute is there. False only means that :meth:`failure` must be asked."""
         return self._have_none() and not any(not names.isdisjoint(found) for found, names in self._have_others)
+
+    def steady(self) -> Steady:
+        """What holds only if :meth:`holds` would."""
+        return Steady(rest=self.holds) if self._have_others else Steady([self._have_none])
 
     def failure(self) -> str | None:
         """Which attribute is there now."""

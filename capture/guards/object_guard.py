@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weft import state_checks
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.origin import is_own
 
@@ -61,8 +62,14 @@ class ObjectGuard:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        same = self._same() and all(map(operator.is_, map(_bases_of, self._own), self._bases))
-        return same or self.failure() is None
+        return (self._same() and self._bases_are_same()) or self.failure() is None
+
+    def steady(self) -> Steady:
+        """What holds only if :meth:`holds` would."""
+        return Steady([self._same], self._bases_are_same if self._own else None)
+
+    def _bases_are_same(self) -> bool:
+        return all(map(operator.is_, map(_bases_of, self._own), self._bases))
 
     def failure(self) -> str | None:
         """The first difference, as text; None where there is none."""

@@ -15,9 +15,11 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft import torch_adapter
+from weft.capture.guards.steady_checks import Steady
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.python_numbers import PythonNumber
 from weft.capture.record.symbols import Number
+from weft.capture.state.containers import Container
 
 _NAMES = {"math": math, "torch": torch, "isfinite": math.isfinite, "copysign": math.copysign}
 
@@ -37,12 +39,14 @@ class SizeGuard:
         places = captured.arguments.tensors
         printed = PythonPrinter().doprint
         self._values: dict[str, tuple[str, Callable[[], Any]]] = {}
+        self._containers = [places[size.leaf].container for size in captured.sizes.sizes]
         self.conditions: list[str] = []
         for size in captured.sizes.sizes:
             place = places[size.leaf]
             self._values[str(size.symbol)] = str(size), lambda place=place, size=size: size.of(place.get())
         for number in captured.numbers:
             self._values[str(number.symbol)] = number.place.path, number.place.get
+            self._containers.append(number.place.container)
             self.conditions.append(_kind(number))
             if number.is_guarded:
                 self.conditions.append(f"{number.symbol} == {number.value!r}")
@@ -60,6 +64,7 @@ class SizeGuard:
             for dim, stride in enumerate(val.stride()):
                 if isinstance(stride, torch.SymInt) and (leaf, dim) not in own:
                     name, place = f"stride_{leaf}_{dim}", places[leaf]
+                    self._containers.append(place.container)
                     self._values[name] = (
                         f"{place.path}.stride({dim})",
                         lambda place=place, dim=dim: place.get().stride(dim),
@@ -70,6 +75,14 @@ class SizeGuard:
 
     def __len__(self) -> int:
         return len(self.conditions)
+
+    def steady(self, watches: Callable[[Container], bool]) -> Steady:
+        """What holds only if all conditions do.
+
+        Args:
+            watches: whether other checks see that no entry of a container is another object.
+        """
+        return Steady() if all(map(watches, self._containers)) else Steady(rest=lambda: self.failure() is None)
 
     def failure(self) -> str | None:
         """The first condition that does not hold for the bound arguments, as text; None where all hold."""

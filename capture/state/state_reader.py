@@ -31,9 +31,14 @@ from weft.capture.state.type_facts import OF_FUNCTIONS
 
 
 class PlaceReader:
-    """Reads many places at once, each as :meth:`StatePlace.get` does."""
+    """Reads many places at once, each as :meth:`StatePlace.get` does.
+
+    Attributes:
+        places: these.
+    """
 
     def __init__(self, places: Sequence[StatePlace]) -> None:
+        self.places = list(places)
         in_dicts = [
             type(place.container) is Container and isinstance(place.container.obj, dict) and not place.items
             for place in places
@@ -89,6 +94,7 @@ class EntryReader:
 
     Attributes:
         containers: the containers in the order in which their entries are read.
+        whole: the lists and deques of which all entries are guarded.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -106,7 +112,7 @@ class EntryReader:
         whole = [each for each in sequences if _is_whole(each)]
         parts = [each for each in sequences if not _is_whole(each)]
         self.containers = [*whole, *slotted, *parts, *objects, *classes, *contents, *leaves]
-        self._whole = [without_overrides(each.obj) for each in whole]
+        self.whole = [without_overrides(each.obj) for each in whole]
         self._counts = [len(each.before) for each in whole]
         self._slots = [(each.obj, _attribute(each, key)) for each in slotted for key in each.guarded()]
         list_parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
@@ -149,6 +155,31 @@ class EntryReader:
             return False
         if self._expects_none and self._no_gradients is not None:
             return self._no_gradients()
+        return self._same_gradients(expected)
+
+    def steady(self, expected: Sequence[Any]) -> tuple[list[Callable[[], bool]], Callable[[], bool] | None] | None:
+        """Checks of :mod:`weft.state_checks`, and where need be one in Python, that together say what :meth:`all_are`
+        says; None before that was asked."""
+        if expected is not self._compared:
+            return None
+        compared, has_gradients = [self._same_lists, self._same_slots], bool(self._leaves)
+        if has_gradients and self._expects_none and self._no_gradients is not None:
+            compared.append(self._no_gradients)
+            has_gradients = False
+        if not has_gradients and not self._other_readers:
+            return compared, None
+        others = self._others
+
+        def rest() -> bool:
+            try:
+                same = not self._other_readers or all(map(is_, self._other_values(), others))
+            except (IndexError, ValueError):
+                return False
+            return same and (not has_gradients or self._same_gradients(expected))
+
+        return compared, rest
+
+    def _same_gradients(self, expected: Sequence[Any]) -> bool:
         gradients = islice(expected, len(expected) - len(self._leaves), None)
         return all(map(is_, map(_gradient, self._leaves), gradients))
 
@@ -160,7 +191,7 @@ class EntryReader:
             self._no_gradients = state_checks.no_gradients(self._leaves)
         starts = list(accumulate(self._counts, initial=0))
         known = [tuple(expected[start:end]) for start, end in pairwise(starts)]
-        self._same_lists = state_checks.same_items(list(zip(self._whole, known, strict=True)))
+        self._same_lists = state_checks.same_items(list(zip(self.whole, known, strict=True)))
         slots_end = starts[-1] + len(self._slots)
         slots = zip(self._slots, expected[starts[-1] : slots_end], strict=True)
         self._same_slots = state_checks.same_slots([(obj, name, value) for (obj, name), value in slots])
@@ -168,7 +199,7 @@ class EntryReader:
 
     def _values(self) -> Iterator[Any]:
         in_slots = (getattr(obj, name, MISSING) for obj, name in self._slots)
-        return chain(chain.from_iterable(self._whole), in_slots, self._other_values(), map(_gradient, self._leaves))
+        return chain(chain.from_iterable(self.whole), in_slots, self._other_values(), map(_gradient, self._leaves))
 
     def _other_values(self) -> Iterator[Any]:
         return chain.from_iterable(read() for read in self._other_readers)

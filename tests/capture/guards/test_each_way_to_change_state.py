@@ -209,6 +209,7 @@ def test_each_way_to_change_state_is_noticed(guard_checks: str, change: str) -> 
     program: Any = Program()
     program.node = torch_adapter.accumulator(program.weight)
     assert program.holds()
+    assert bool(program.step.entries[0].guards._steady._joined) == (guard_checks == "joined")
     CHANGES[change](program)
     assert not program.holds()
 

@@ -337,7 +337,9 @@ def test_an_empty_dictionary_that_is_filled_without_a_new_version_is_noticed(mon
         assert probe.missed("a filled dictionary", fill, back) == []
 
 
-def test_entries_of_dictionaries_that_nobody_changed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_dictionaries_that_nobody_changed_are_not_read(
+    guard_checks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer()
     probe = Probe(trainer.step, X, Y, 3.0)
     read: list[str] = []
