@@ -10,11 +10,15 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 # A pause leaves its objects in the oldest generation without being counted among those that Python goes by to collect
 # that one. So the garbage of graphs that are dropped would stay; a full collection after so many pauses finds it.
 _FULL_COLLECTION_AFTER = 200
+# A full collection walks all objects of the process, for seconds where there are millions. It waits until all of them
+# together have taken no more than this share of the processor time.
+_LARGEST_SHARE = 0.03
 
 # More objects than Python itself freezes when it starts (3.12 does, some 400), and fewer than a process with torch has.
 _OWN_FROZEN = 2000 if sys.version_info[:2] == (3, 12) else 0
@@ -28,6 +32,7 @@ class _Pauses:
         self._count = 0
         self._ended = 0
         self._collecting = False
+        self._not_before = 0.0  # of this process's time, in seconds
 
     def begin(self) -> None:
         """Switch the collector off."""
@@ -47,9 +52,16 @@ class _Pauses:
     def is_full_collection_due(self) -> bool:
         """Whether so many pauses have ended that Python would have made a full collection meanwhile."""
         with self._lock:
-            due = self._ended >= _FULL_COLLECTION_AFTER
+            due = self._ended >= _FULL_COLLECTION_AFTER and time.process_time() >= self._not_before
             self._ended = 0 if due else self._ended
             return due
+
+    def collect(self) -> None:
+        """A full collection."""
+        started = time.process_time()
+        gc.collect()
+        ended = time.process_time()
+        self._not_before = ended + (ended - started) / _LARGEST_SHARE
 
 
 _pauses = _Pauses()
@@ -77,4 +89,4 @@ def garbage_collection_paused() -> Iterator[None]:
                 gc.unfreeze()
             gc.enable()
             if _pauses.is_full_collection_due():
-                gc.collect()
+                _pauses.collect()

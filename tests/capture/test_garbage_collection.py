@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import types
 import weakref
 from collections.abc import Iterator
 
@@ -68,10 +70,31 @@ def test_it_is_on_again_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_garbage_that_pauses_leave_behind_is_collected() -> None:
+def test_garbage_that_pauses_leave_behind_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage_collection, "_LARGEST_SHARE", math.inf)
+    monkeypatch.setattr(garbage_collection._pauses, "_not_before", 0.0)
     between = garbage_collection._FULL_COLLECTION_AFTER
     watched = []
     for _ in range(3 * between):
         with garbage_collection_paused():
             watched.append(weakref.ref(Circle()))
     assert sum(each() is not None for each in watched) <= between
+
+
+def test_full_collections_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, collections = [0.0], []
+
+    def collect() -> None:
+        collections.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr(garbage_collection, "time", types.SimpleNamespace(process_time=lambda: now[0]))
+    monkeypatch.setattr(garbage_collection, "_pauses", pauses := garbage_collection._Pauses())
+    monkeypatch.setattr(gc, "collect", collect)
+    while now[0] < 1000:
+        now[0] += 0.01
+        with garbage_collection_paused():
+            pass
+    assert 20 < len(collections) <= 1 + 1000 * garbage_collection._LARGEST_SHARE
+    assert collections[0] < 3  # after 200 pauses
+    assert pauses._count == 0
