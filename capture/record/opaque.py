@@ -170,7 +170,7 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         both = args, kwargs
         template = templates.of(both, add_operand, f"an argument of {name}")
         shows = isinstance(function, Showing)
-        found = held_elsewhere(templates.made, templates.own.given.ids, both)
+        found = held_elsewhere(templates.made, templates.own.given.ids, both, sys._getframe(1))
         templates.own.given.add(found)
         held = [(part, None if type(part) is MadeObject else value) for value, part in found]
         del found

@@ -92,7 +92,10 @@ def _name(container: Container, key: Any) -> str:
 
 
 def held_elsewhere(
-    made: Mapping[int, tuple[Any, Any]], known: Iterable[int], call: tuple[tuple[Any, ...], dict[str, Any]]
+    made: Mapping[int, tuple[Any, Any]],
+    known: Iterable[int],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    caller: types.FrameType,
 ) -> list[Any]:
     """Those objects that can be changed and that more than the others hold, and what is in them: (object, its part).
 
@@ -100,6 +103,7 @@ def held_elsewhere(
         made: the objects that the step made for a call, and their parts in its template, by id.
         known: ids of objects for which other references are known, once for each.
         call: the arguments, by position and by name, in the containers that the call itself makes.
+        caller: the frame that makes the call.
     """
     values = [value for value, _ in made.values()]
     # By id: a list of the parts would refer to them.
@@ -108,7 +112,9 @@ def held_elsewhere(
     within = Counter(each for parts in inside for each in parts)
     within.update(id(each) for pair in made.values() for each in pair)
     within.update(known)
-    if calls_keep_arguments():
+    # A call `f(*values)` hands over a container, and keeps that alone.
+    in_container = dis.opname[caller.f_code.co_code[caller.f_lasti]] == "CALL_FUNCTION_EX"
+    if calls_keep_arguments() and not in_container:
         within.update(map(id, (*call[0], *call[1].values())))
     calls = {id(call), *map(id, call)}
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]

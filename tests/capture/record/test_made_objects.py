@@ -460,7 +460,8 @@ def test_an_opaque_function_that_changes_what_the_step_made_is_refused(place: st
 
 @pytest.fixture(params=[False, True], ids=["", "another thread runs compiled code"])
 def _other_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch then evaluates the frames of all threads, and a Python call keeps references to its arguments."""
+    """Torch then evaluates the frames of all threads, and a Python call keeps references to its arguments. It may do so
+    for an earlier test too: after an error of a backend it goes on."""
     entered, end = threading.Event(), threading.Event()
 
     def wait(x: torch.Tensor) -> torch.Tensor:
@@ -472,7 +473,7 @@ def _other_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param:
         thread.start()
         assert entered.wait(60)
-    assert calls_keep_arguments() == request.param
+        assert calls_keep_arguments()
     yield
     end.set()
     if request.param:
