@@ -19,6 +19,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
+from torch.utils._sympy.numbers import int_oo
 
 from weft import torch_adapter
 from weft.capture.record.caught_errors import KINDS, error_of, is_caught, may_raise, raise_example
@@ -58,6 +59,7 @@ _OF_WHOLE: dict[str, Callable[..., Any]] = {
     "floor": math.floor,
     "ceil": math.ceil,
 }
+_WITH_POWERS = frozenset({"lshift", "rshift", "pow", "pow_by_natural"})
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
@@ -237,6 +239,9 @@ class FloatArithmetic:
                 self._ask_for_error(function, operands)
             try:
                 result = original(node, *others)
+                # Torch makes an infinity of a power beyond 64 bits, and knows for certain then what is not so.
+                if name in _WITH_POWERS and isinstance(result.expr, sympy.Basic) and result.expr.has(int_oo):
+                    raise OverflowError
             except (ArithmeticError, AttributeError, ValueError):  # torch 2.11 cannot shift by symbols: AttributeError
                 result = _of_values(function, operands)
                 return node.wrap_float(result) if isinstance(result, float) else node.wrap_int(result)

@@ -50,6 +50,7 @@ from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.kept_graphs import KeptGraphs
 from weft.capture.record.large_arrays import LargeArrays
+from weft.capture.record.left_settings import settings_kept
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
@@ -244,9 +245,20 @@ class _StepCapture:
                     changes = bool(self.changing.numbers or self.sizes.sizes)
                     caught = self.found.exceptions_noted(self.state.functions, bool(self.numbers.found), changes)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
-                    answered, inside = self.branches.answered(), functions.active_in_backward()
-                    keys = plain_keys_in_state(self.state.containers)
-                    with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught, keys:
+                    asked, inside = self.branches.answered(), functions.active_in_backward()
+                    keys, kept = plain_keys_in_state(self.state.containers), settings_kept(self.step)
+                    with (
+                        reported,
+                        compared,
+                        self.fake_mode,
+                        self.recorder,
+                        functions,
+                        inside,
+                        asked,
+                        caught,
+                        keys,
+                        kept,
+                    ):
                         results[0] = self.step(*args, **kwargs)
                 except BaseException as error:
                     mark_refused_call(error)

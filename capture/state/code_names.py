@@ -7,7 +7,6 @@ stand in code that the step can run. Code of functions that are marked opaque do
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
 import itertools
@@ -192,10 +191,11 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 def globals_used(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
-    """The variables of its module whose values count for a function, and those of them that are not there."""
+    """The variables of its module whose values count for a function, and those of them that are not there: Python goes
+    on to its own names then, which a variable of the module would hide."""
     variables = function.__globals__
     read = variables_of(function.__code__) if is_own(function) else ()
-    absent = frozenset(name for name in read if name not in variables and name not in vars(builtins))
+    absent = frozenset(name for name in read if name not in variables)
     named = [name for name in globals_of(function.__code__) if name in variables and not is_pythons_own(function, name)]
     return frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent, absent
 

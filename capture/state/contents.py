@@ -247,6 +247,14 @@ def _refill_array(values: array.array[Any], content: bytes) -> None:
     values[:] = array.array(values.typecode, content)  # of another length, too
 
 
+def _read_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    """The value or the default: a variable cannot be given back its lack of a value, but its default it can."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
+
+
 def _write_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
     variable.set(None if value is MISSING else value)  # a variable cannot be given back its lack of a value
 
@@ -342,7 +350,7 @@ _KINDS: list[tuple[Any, Read, Write]] = [
     (array.array, array.array.tobytes, _refill_array),
     (memoryview, memoryview.tobytes, lambda values, new: values.readonly or _fill(values, new)),
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), bytes, _fill),
-    (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),
+    (contextvars.ContextVar, _read_variable, _write_variable),
     (threading.Event, _read_flag, _write_flag),
     (LOCKS[0], lambda lock: lock.locked(), lambda lock, held: lock.acquire() if held else lock.release()),
     (LOCKS[1], _holds_of, _hold),

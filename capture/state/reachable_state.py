@@ -15,7 +15,7 @@ import functools
 import logging
 import threading
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -73,6 +73,7 @@ from weft.capture.state.type_facts import (
     ASK_LOCKS,
     ASK_STATE,
     BOOKKEEPING,
+    OF_DEFAULTDICTS,
     OF_LOGGERS,
     PLAIN_HOLDERS,
     SIMPLE_KINDS,
@@ -361,6 +362,8 @@ class ReachableState:
             self._replaced_at[id(obj)] = path
         elif isinstance(obj, (dict, list, deque)):
             self._container(Container(obj, path))
+            if isinstance(obj, defaultdict):
+                self._container(Attributes(obj, path, OF_DEFAULTDICTS, label_of(path)))
         elif isinstance(obj, (set, frozenset)):
             elements = Container(obj, path)
             for at, item in enumerate(obj):

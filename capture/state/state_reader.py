@@ -6,7 +6,7 @@ may be idle. Here each entry costs one look-up in C (``map`` over ``dict.get``),
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise, repeat
@@ -214,7 +214,10 @@ _gradient = attrgetter("grad")
 
 
 def _is_in_slots(container: Container) -> bool:
-    """Whether the entries are the contents of a cell, or what :func:`state_checks.same_slots` knows of functions."""
+    """Whether the entries are in slots: the contents of a cell, what makes the missing values of a dictionary, or what
+    :func:`state_checks.same_slots` knows of functions."""
+    if isinstance(container.obj, defaultdict):
+        return isinstance(container, Attributes)
     if type(container.obj) is FunctionType:
         return isinstance(container, Attributes) and container.guarded().keys() <= OF_FUNCTIONS
     return type(container.obj) is CellType

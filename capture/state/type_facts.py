@@ -30,10 +30,11 @@ BOOKKEEPING = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
-# What counts of a function of the user's, and of a logger.
+# What counts of a function of the user's, of a dictionary that makes missing values, and of a logger.
 OF_FUNCTIONS = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 # What counts of them where the code of the step names it.
 _NAMES_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})
+OF_DEFAULTDICTS = frozenset({"default_factory"})
 OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 # What tells whether a lock is held.
 ASK_LOCKS = frozenset({"acquire", "locked"})
