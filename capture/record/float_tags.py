@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.ended_runs import RunEnded
 
 
-class UnknownFloat(RuntimeError):
+class UnknownFloat(RunEnded):
     """A function in C++ has computed a float of which nobody knows how it depends on a symbolic number."""
 
 
