@@ -21,7 +21,7 @@ from weft.capture.record.met_exceptions import SYMBOLIC_TYPE
 from weft.capture.record.symbols import Symbols
 from weft.capture.user_code import Frame, format_frames, frames_of
 from weft.errors import CannotCapture, DrawDecidesPython, UncapturableSubclass, WeftError
-from weft.source_files import is_user_file
+from weft.source_files import is_own_file, is_user_file
 
 # Functions of torch that read data only to check it or to choose sizes, and the argument that makes them do without.
 # By the file that the error passed through, from the folder of torch.
@@ -47,6 +47,9 @@ _NEEDS_NUMBERS = (
 _CONVERTS_MODULE = "_apply(): Couldn't swap"
 _GIVES_ARRAY = ".numpy() is not supported for tensor subclasses"
 _MAKES_SUBCLASS = "Creating a new Tensor subclass"
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @contextlib.contextmanager
@@ -98,12 +101,23 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
         raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, _remedy(error)) from error
     except (IndexError, TypeError, ValueError) as error:
         # torch and Python refuse a number without a value where they want a plain one: in an index, in a format.
-        if SYMBOLIC_TYPE.search(str(error)) is None:
+        if SYMBOLIC_TYPE.search(str(error)) is None and not _is_of_symbol_in_library(error):
             raise
         frames = frames_of(error.__traceback__)
         reason = "a number that only the data decides is used here where Python wants a plain one"
         remedy = _INDEX_REMEDY if isinstance(error, IndexError) else _remedy(error)
         raise CannotCapture(_line(frames, step), reason, remedy) from error
+
+
+def _is_of_symbol_in_library(error: Exception) -> bool:
+    """Whether a function of a library has refused the type of its arguments, and has a symbolic number among them: as
+    ``fractions.Fraction`` does, which asks for a ``numbers.Rational``."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or not isinstance(error, TypeError) or is_own_file(innermost.tb_frame.f_code.co_filename):
+        return False
+    return any(isinstance(each, _SYMBOLIC) for each in innermost.tb_frame.f_locals.values())
 
 
 def _line(frames: list[Frame], step: Callable[..., Any]) -> str:

@@ -40,6 +40,9 @@ class _Use(NamedTuple):
 _ITERATOR = _Use(
     "an iterator from outside the step", frozenset(), "pass the iterator as an argument, or what next() of it gives"
 )
+_COROUTINE = _Use(
+    "a coroutine from outside the step", frozenset(), "run it outside the step, or write it as a function"
+)
 _FILE = _Use("an open file", frozenset({"write", "writelines", "flush"}), _OPAQUE)
 _USES = {
     "_csv.writer": _Use("a writer of CSV files", frozenset({"writerow", "writerows"}), _OPAQUE),
@@ -172,5 +175,7 @@ def _use_of(kind: type) -> _Use | None:
     for base in kind.__mro__:
         if (use := _USES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
             return use
+    if issubclass(kind, (types.CoroutineType, types.AsyncGeneratorType)):
+        return _COROUTINE
     # The walk of the Python state finds what an iterator of the user's own class keeps.
     return _ITERATOR if issubclass(kind, Iterator) and not is_user_class(kind) else None
