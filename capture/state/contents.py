@@ -151,7 +151,13 @@ def settings_of(owner: types.ModuleType | type) -> list[tuple[Container, frozens
         return [(Container(vars(sys), "sys", _OF_SYS, label_of("sys")), frozenset()), (streams, _ASK_STREAMS)]
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     if module == "numpy":
-        return [(Content(owner, "numpy.get_printoptions()", _read_print_options, unchanged), _ASK_TEXT)]
+        errors = Content(owner, "numpy.geterr()", _read_error_handling, unchanged)
+        return [
+            (errors, frozenset()),
+            (Content(owner, "numpy.get_printoptions()", _read_print_options, unchanged), _ASK_TEXT),
+        ]
+    if owner is warnings:
+        return [(Content(owner, "warnings.filters", lambda owner: tuple(owner.filters), unchanged), frozenset())]
     if module not in _DECIMALS:
         return []
     current = sys.modules["decimal"].getcontext
@@ -315,6 +321,10 @@ def _write_context(context: Any, content: tuple[Any, ...]) -> None:
 def _read_streams(owner: Any) -> tuple[bool, bool]:
     """Whether the streams are those that the process began with. Each call writes to those of the call."""
     return sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__
+
+
+def _read_error_handling(owner: Any) -> tuple[Any, ...]:
+    return tuple(sys.modules["numpy"].geterr().values())
 
 
 def _read_print_options(owner: Any) -> tuple[Any, ...]:

@@ -28,7 +28,20 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "collections.ChainMap": ("maps",),
     "configparser.RawConfigParser": ("_sections", "_defaults"),
     "configparser.SectionProxy": ("_parser",),
+    "contextlib._BaseExitStack": ("_exit_callbacks",),
+    "logging.LoggerAdapter": ("extra",),
     "string.Template": ("template",),
+    "textwrap.TextWrapper": (
+        *("width", "initial_indent", "subsequent_indent", "expand_tabs", "tabsize", "replace_whitespace"),
+        *(
+            "fix_sentence_endings",
+            "break_long_words",
+            "break_on_hyphens",
+            "drop_whitespace",
+            "max_lines",
+            "placeholder",
+        ),
+    ),
     "unittest.mock.Base": tuple(
         f"_mock_{name}" for name in ("children", "return_value", "side_effect", "called", "call_count")
     ),
