@@ -110,14 +110,15 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
 
 
 def _is_of_symbol_in_library(error: Exception) -> bool:
-    """Whether a function of a library has refused the type of its arguments, and has a symbolic number among them: as
-    ``fractions.Fraction`` does, which asks for a ``numbers.Rational``."""
+    """Whether a function of a library has refused the type of its arguments, and has a number of the data among them:
+    as ``fractions.Fraction`` does, which asks for a ``numbers.Rational``."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     if innermost is None or not isinstance(error, TypeError) or is_own_file(innermost.tb_frame.f_code.co_filename):
         return False
-    return any(isinstance(each, _SYMBOLIC) for each in innermost.tb_frame.f_locals.values())
+    values = innermost.tb_frame.f_locals.values()
+    return any(isinstance(each, _SYMBOLIC) and not each.node.has_hint() for each in values)
 
 
 def _line(frames: list[Frame], step: Callable[..., Any]) -> str:

@@ -243,22 +243,11 @@ class _StepCapture:
                 raised = False
                 try:
                     changes = bool(self.changing.numbers or self.sizes.sizes)
-                    caught = self.found.exceptions_noted(self.state.functions, bool(self.numbers.found), changes)
+                    noted = self.found.exceptions_noted(self.state.functions, bool(self.numbers.found), changes)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
                     asked, inside = self.branches.answered(), functions.active_in_backward()
                     keys, kept = plain_keys_in_state(self.state.containers), settings_kept(self.step)
-                    with (
-                        reported,
-                        compared,
-                        self.fake_mode,
-                        self.recorder,
-                        functions,
-                        inside,
-                        asked,
-                        caught,
-                        keys,
-                        kept,
-                    ):
+                    with reported, compared, self.fake_mode, self.recorder, functions, inside, asked, noted, keys, kept:
                         results[0] = self.step(*args, **kwargs)
                 except BaseException as error:
                     mark_refused_call(error)
