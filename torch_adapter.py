@@ -337,8 +337,8 @@ def function_modes() -> list[Any]:
     """The function modes of this thread, the innermost last; the device in the place of ``with torch.device(...)``."""
     if not torch._C._len_torch_function_stack():
         return []
-    modes = torch.overrides._get_current_function_mode_stack()
-    return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
+    found = torch.overrides._get_current_function_mode_stack()
+    return [each.device if isinstance(each, DeviceContext) else each for each in found]
 
 
 pack_padded_sequence, pad_packed_sequence = torch._pack_padded_sequence, torch._pad_packed_sequence
@@ -735,8 +735,7 @@ def _checks_in_c(objects: list[Any], add: Callable[[Any, Any], None]) -> Callabl
 
 
 def _guard_kind() -> Any:
-    loaded = sys.modules.get("torch._dynamo.guards")
-    return None if loaded is None else loaded.GuardManagerType.GUARD_MANAGER
+    return getattr(getattr(sys.modules.get("torch._dynamo.guards"), "GuardManagerType", None), "GUARD_MANAGER", None)
 
 
 def _add_guard(method: Any, expected: Any) -> None:
@@ -792,8 +791,9 @@ def _nothing(*grads: Any) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[int, Any]]]:
-    """Kind and dictionary of the hooks registered on an optimizer's step."""
-    return [("step-pre", optimizer._optimizer_step_pre_hooks), ("step-post", optimizer._optimizer_step_post_hooks)]
+    """Kind and dictionary of the hooks on an optimizer's step; one that calls no ``Optimizer.__init__`` has none."""
+    found = ((kind, vars(optimizer).get(f"_optimizer_step_{kind}_hooks")) for kind in ("pre", "post"))
+    return [(f"step-{kind}", hooks) for kind, hooks in found if hooks is not None]
 
 
 # Torch's dictionaries of hooks on all modules and on the steps of all optimizers; also of users' hooks.

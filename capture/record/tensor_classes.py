@@ -94,7 +94,7 @@ def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor of the one argument, a list with numbers that change; None where torch's class makes it.
+    """The tensor of the one argument, an array or a list with numbers that change; None where torch's class makes it.
 
     It is on the CPU, whatever the default device is.
     """
@@ -104,6 +104,9 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
     if type(data) is HostList:
         whole = data.weft_tensor.dtype is torch.int64
         return torch.tensor(data, dtype=dtype, device="cpu") if whole or dtype.is_floating_point else None
+    if type(data) is HostArray:
+        is_taken = data.dtype.kind in ("iuf" if dtype.is_floating_point else "iu")
+        return torch.tensor(data, dtype=dtype, device="cpu") if is_taken else None
     kinds, numbers = (_FLOATS if dtype.is_floating_point else _WHOLE), symbolic_numbers(data)
     if type(data) not in (list, tuple) or not numbers or any(type(each) not in kinds for each in numbers):
         return None
