@@ -264,7 +264,8 @@ def _shown(value: Any, article: str = "the same") -> str:
 
 
 def _is_same_key(one: Any, other: Any) -> bool:
-    return one is other or (hash(one) == hash(other) and bool(one == other))
+    same = one is other or (hash(one) == hash(other) and bool(one == other))
+    return same and type(one) is type(other)  # True is no 1 to code that goes through the keys
 
 
 def _is_sized(container: Container) -> bool:

@@ -68,6 +68,20 @@ def test_another_function_for_missing_values(guard_checks: str) -> None:
         compiled(x)
 
 
+def test_a_key_of_another_type() -> None:
+    keyed: dict[Any, float] = {1: 2.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * keyed[1] * (3.0 if next(iter(keyed)) is True else 1.0)
+
+    compiled = weft.compile(step)
+    x = torch.ones(2)
+    for _ in range(4):
+        assert torch.equal(compiled(x), x * 2)
+    keyed[True] = keyed.pop(1)
+    assert torch.equal(compiled(x), x * 6)
+
+
 def test_what_a_step_assigns_makes_the_missing_values_from_then_on() -> None:
     results = []
     for compile_ in (weft.compile, lambda step: step):
