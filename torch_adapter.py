@@ -337,8 +337,8 @@ def function_modes() -> list[Any]:
     """The function modes of this thread, the innermost last; the device in the place of ``with torch.device(...)``."""
     if not torch._C._len_torch_function_stack():
         return []
-    found = torch.overrides._get_current_function_mode_stack()
-    return [each.device if isinstance(each, DeviceContext) else each for each in found]
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
 pack_padded_sequence, pad_packed_sequence = torch._pack_padded_sequence, torch._pad_packed_sequence

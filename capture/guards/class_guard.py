@@ -49,10 +49,7 @@ class ClassGuard:
 
     def steady(self) -> Steady | None:
         """What holds only if :meth:`holds` would, without a change."""
-        groups = self._watch.steady()
-        if groups is None or self._watch.alone:
-            return None if groups is None else Steady(rest=self.holds)
-        return Steady(groups)
+        return self._watch.steady_or(self.holds)
 
     def failure(self) -> str | None:
         """The first new attribute, as text; None where there is none."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft import state_checks, torch_adapter
+from weft.capture.guards.steady_checks import Steady
 
 # A change makes one group anew, at about 2 us a dictionary; a group more costs 0.3 us a call.
 _GROUP = 256
@@ -81,6 +82,13 @@ class DictWatch:
         """Checks that hold as long as :meth:`changes` finds no more than :meth:`changes_alone`; None where a call may
         put other dictionaries into groups."""
         return [holds for _, holds in self._groups] if self._is_settled else None
+
+    def steady_or(self, holds: Callable[[], bool], rest: Callable[[], bool] | None = None) -> Steady | None:
+        """The checks of :meth:`steady`, with ``rest``; ``holds`` instead where a dictionary is compared alone."""
+        groups = self.steady()
+        if groups is None:
+            return None
+        return Steady(rest=holds) if self._alone else Steady(groups, rest)
 
     @property
     def alone(self) -> frozenset[int]:

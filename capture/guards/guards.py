@@ -143,7 +143,7 @@ class Guards:
         """Hold no gradient that was found, because another form serves the calls now and may replace it."""
         if self._containers.release_gradients():
             self._memory.release()
-            self._steady.part()
+            self._steady.separate()
             self._untouched = self._next_untouched = _NEVER
             self._read_with = None
 
@@ -295,7 +295,7 @@ class Guards:
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
-        self._steady.part()
+        self._steady.separate()
         self._hooks_made = -1
         self._untouched = self._next_untouched
         self._kept_alike = torch_adapter.like(self._read_kept())

@@ -54,10 +54,7 @@ class LibraryGuard:
 
     def steady(self) -> Steady | None:
         """What holds only if :meth:`holds` would, without a change."""
-        groups = self._watch.steady()
-        if groups is None or self._watch.alone:
-            return None if groups is None else Steady(rest=self.holds)
-        return Steady(groups, lambda: abc.get_cache_token() == self._token)
+        return self._watch.steady_or(self.holds, lambda: abc.get_cache_token() == self._token)
 
     def failure(self) -> str | None:
         """What was replaced, as text; None where nothing was."""

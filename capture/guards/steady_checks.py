@@ -61,7 +61,7 @@ class SteadyChecks:
         if self._joined:
             for holds in self._joined:  # without a generator, which costs as much as the short checks
                 if not holds():
-                    self.part()
+                    self.separate()
                     break
             else:
                 return True
@@ -74,7 +74,7 @@ class SteadyChecks:
             self._join()
         return True
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Ask the parts themselves again: what they compare with may be another state from now on."""
         self._joined.clear()
         self._calm = 0
