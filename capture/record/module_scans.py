@@ -15,6 +15,9 @@ from weft.torch_adapter import dict_version
 
 Names = dict[str, Any]
 
+# Ids of objects that are gone may be among those of earlier attempts. They are dropped at so many times the present ones.
+_MOST_SETS = 4
+
 
 @dataclass
 class _Scan:
@@ -35,7 +38,9 @@ class ModuleScans:
     """The modules that the last attempt has looked at. While it runs, stand-ins are among their variables."""
 
     def __init__(self) -> None:
-        self._by_id: frozenset[int] = frozenset()
+        # Of all objects that had a stand-in by their id in some attempt: captures that follow arrays have more of them
+        # than others, and come in between.
+        self._ids: frozenset[int] = frozenset()
         self._scans: dict[int, _Scan] = {}
 
     def found(
@@ -48,14 +53,16 @@ class ModuleScans:
             others: those of modules that Python does not list, of which nothing is remembered: they may be freed.
             stand_ins: for their values.
         """
-        by_id = frozenset(stand_ins.by_id)
-        known = self._scans if by_id == self._by_id else {}
-        self._by_id, self._scans = by_id, {}
+        known = self._scans if stand_ins.by_id.keys() <= self._ids else {}
+        self._scans = {}
+        if not known:
+            few = len(self._ids) < _MOST_SETS * len(stand_ins.by_id)
+            self._ids = (self._ids if few else frozenset()) | stand_ins.by_id.keys()
         for names in loaded:
             scan = known.get(id(names))
             if scan is None or scan.names is not names or scan.version != dict_version(names):
                 stand_ins.in_values(names)  # learns which types are plain
-                scan = _Scan(names, stand_ins.may_have(names))
+                scan = _Scan(names, stand_ins.may_have(names, self._ids))
             self._scans[id(names)] = scan
             for name in scan.found:
                 value = names[name]

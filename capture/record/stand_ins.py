@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from weft.capture.state.type_facts import SIMPLE_KINDS
@@ -46,10 +46,10 @@ class StandIns(NamedTuple):
     of: Callable[[Any], Any | None]
     plain: PlainKinds
 
-    def may_have(self, values: Mapping[Any, Any]) -> list[Any]:
-        """The keys of the values that may have one."""
-        by_id, plain = self.by_id, self.plain.ids
-        return [key for key, value in list(values.items()) if id(type(value)) not in plain or id(value) in by_id]
+    def may_have(self, values: Mapping[Any, Any], ids: Container[int] = ()) -> list[Any]:
+        """The keys of the values that may have one, by ``by_id`` or, where they are given, by ``ids``."""
+        known, plain = ids or self.by_id, self.plain.ids
+        return [key for key, value in list(values.items()) if id(type(value)) not in plain or id(value) in known]
 
     def in_values(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any, Any]]:
         """(key, value, stand-in) of those values that have one."""
