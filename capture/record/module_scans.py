@@ -25,12 +25,12 @@ class _Scan:
 
     Attributes:
         names: its variables.
-        found: those that may have a stand-in.
+        found: the names of those that may have a stand-in, as keys.
         version: of the variables, where they are known to be the same as when they were looked at.
     """
 
     names: Names
-    found: list[str]
+    found: dict[str, None]
     version: int | None = None
 
 
@@ -53,16 +53,18 @@ class ModuleScans:
             others: those of modules that Python does not list, of which nothing is remembered: they may be freed.
             stand_ins: for their values.
         """
-        known = self._scans if stand_ins.by_id.keys() <= self._ids else {}
-        self._scans = {}
-        if not known:
-            few = len(self._ids) < _MOST_SETS * len(stand_ins.by_id)
-            self._ids = (self._ids if few else frozenset()) | stand_ins.by_id.keys()
+        known, self._scans = self._scans, {}
+        added = stand_ins.by_id.keys() - self._ids
+        if len(self._ids) > _MOST_SETS * len(stand_ins.by_id):
+            known, self._ids = {}, frozenset()
+        self._ids |= stand_ins.by_id.keys()
         for names in loaded:
             scan = known.get(id(names))
             if scan is None or scan.names is not names or scan.version != dict_version(names):
                 stand_ins.in_values(names)  # learns which types are plain
-                scan = _Scan(names, stand_ins.may_have(names, self._ids))
+                scan = _Scan(names, dict.fromkeys(stand_ins.may_have(names, self._ids)))
+            elif added:
+                scan.found |= dict.fromkeys([name for name, value in names.items() if id(value) in added])
             self._scans[id(names)] = scan
             for name in scan.found:
                 value = names[name]

@@ -90,6 +90,22 @@ def test_another_function_that_is_replaced_is_found(modules: Modules) -> None:
     assert modules.attempt() == {"stand-in 1", "another max"}
 
 
+def test_functions_that_are_replaced_in_some_attempts_only(modules: Modules) -> None:
+    modules.first |= {"b": max, "i": [max]}
+    without, with_max = dict(modules.by_id), modules.by_id | {id(max): "another max"}
+    for replaced, expected in ((without, {"stand-in 1"}), (with_max, {"stand-in 1", "another max"})) * 3:
+        modules.by_id = replaced
+        assert modules.attempt() == expected
+    assert len(modules.asked) < 4, "modules were looked at again"
+
+
+def test_ids_of_objects_that_are_gone_are_dropped(modules: Modules) -> None:
+    for _ in range(50):
+        modules.by_id = {id(len): "another len", id(Generator(6)): "another generator"}
+        modules.attempt()
+    assert len(modules.scans._ids) < 12
+
+
 def test_nothing_is_remembered_of_modules_that_python_does_not_list(modules: Modules) -> None:
     other = {"h": Generator(5)}
     assert modules.attempt(others=(other,)) == {"stand-in 1", "stand-in 5", "another len"}
