@@ -15,7 +15,7 @@ from weft.torch_adapter import dict_version
 
 Names = dict[str, Any]
 
-# Ids of objects that are gone may be among those of earlier attempts. They are dropped at so many times the present ones.
+# Ids of objects that are gone may be among those of earlier attempts. All are dropped at this many times the present.
 _MOST_SETS = 4
 
 

@@ -20,6 +20,7 @@ from weft.inductor.passes.drop_unused_gathers import drop_unused_gathers
 from weft.inductor.passes.fold_casts import fold_casts
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.group_casts import group_casts
+from weft.inductor.passes.join_all_reduces import join_all_reduces
 from weft.inductor.passes.join_splits import join_splits
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pack import pack
@@ -50,6 +51,7 @@ KERNEL_PASSES: list[Pass] = [
     join_splits,
     drop_noops,
     drop_unused_gathers,
+    join_all_reduces,
     shard_embedding,
     pack,
     chunk_loss,
@@ -71,7 +73,15 @@ KERNEL_PASSES: list[Pass] = [
 ]
 
 # What these make of the collectives follows from what a rank computes around them, which other ranks need not compute.
-_REWRITE_COLLECTIVES = (drop_unused_gathers, shard_embedding, pack, split_all_reduces, wire_casts, shard_norms)
+_REWRITE_COLLECTIVES = (
+    drop_unused_gathers,
+    join_all_reduces,
+    shard_embedding,
+    pack,
+    split_all_reduces,
+    wire_casts,
+    shard_norms,
+)
 
 
 def without_rewrites(passes: Sequence[Pass]) -> list[Pass]:
