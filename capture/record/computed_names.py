@@ -124,6 +124,13 @@ class ComputedNames:
         with loads_replaced(functions, given), replaced(LRScheduler, "__getattribute__", self._of_scheduler):
             yield
 
+    def end(self) -> None:
+        """Forget the capture: a module that was imported meanwhile may keep a replacement where only C code finds it
+        (``copy.deepcopy`` in ``_elementtree``)."""
+        self._intercepts, self._seen_as = (lambda: False), (lambda value: None)
+        self._modules.clear()
+        del self._state, self._loaded
+
     # Wrong arguments are Python's to refuse, in its own words.
 
     def _by_text(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,6 +117,7 @@ class Ids:
     def __init__(self, known: Callable[[], Set[int]], made: Callable[[type], set[int]]) -> None:
         self._known, self._made = known, made
         self._used: list[IdInCapture] = []  # those that a `__hash__` asked for
+        self._ended = False
 
     def builtins(self, intercepts: Callable[[], bool]) -> dict[str, Any]:
         """What the user's modules get, by the name of Python's own.
@@ -153,6 +154,11 @@ class Ids:
         setattr(hash_of, ORIGINAL, hash)
         return {"id": id_of, "hash": hash_of}
 
+    def end(self) -> None:
+        """Forget the capture: a module that was imported meanwhile may have kept a number, as a key of its own."""
+        self._known, self._made, self._ended = frozenset[int], lambda kind: set(), True
+        self._used.clear()
+
     def _number(self, number: int, by: str, value: Any) -> IdInCapture:
         """What stands for a number that the identity of an object decides."""
         found = IdInCapture(number)
@@ -173,7 +179,10 @@ class Ids:
         return value if kind.__hash__ in _BY_IDENTITY else None
 
     def is_made(self, at: int, kind: type, alive: Callable[[], Any]) -> bool:
-        """Whether the object with this id and of this type was made since the capture began, as what is gone was."""
+        """Whether the object with this id and of this type was made since the capture began, as what is gone was. Asked
+        after the capture, nothing was."""
+        if self._ended:
+            return False
         return issubclass(kind, (FakeTensor, dict)) or alive() is None or at in self._made(kind)
 
     def is_from_outside(self, number: object) -> bool:

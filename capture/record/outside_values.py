@@ -136,6 +136,14 @@ class OutsideValues:
             _NO_GENERATORS.add(kind)
         return stand_in
 
+    def end(self) -> None:
+        """Forget the capture. What a module that was imported meanwhile keeps of it would keep the user's model."""
+        self.arrays.end()
+        self._names.end()
+        self._ids.end()
+        self._remembering_all.end()
+        del self._state
+
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         """While active, reads are recorded; at the end all generators are as they were.

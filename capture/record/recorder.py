@@ -208,7 +208,8 @@ class OpRecorder(TorchDispatchMode):
         """Let go of all values, and of the user's tensors: only the graph holds values from here on."""
         self.storages.forget_all()
         self.symbols.end()
-        self.packed = None
+        self.packed = self.snapshots = None
+        del self.module_path, self.input_name, self.shares_memory, self.computed
         known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
         for each in (*known, self.placeholders, self._gradients):
             each.clear()

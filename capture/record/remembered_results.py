@@ -102,6 +102,10 @@ class RememberingFunctions:
         self.changed: set[str] = set()
         self._misses: list[tuple[Any, int]] = []
         self._remembered: dict[int, list[Any]] = {}  # the keys of results, by function
+        self.end()
+
+    def end(self) -> None:
+        """Forget the capture that the attempt made."""
         self._walk: Callable[[Any, str], object] = lambda result, path: None
         self._modes: tuple[TorchDispatchMode, ...] = ()
 

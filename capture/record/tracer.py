@@ -268,7 +268,7 @@ class _StepCapture:
             raise
         finally:
             self.recorder.end()
-            self.outside.arrays.end()
+            self.outside.end()
         captured.seconds = time.perf_counter() - started
         return captured
 
