@@ -74,16 +74,17 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("tp",))
-    plain = milliseconds(nn.Sequential(*(Block(options.ranks) for _ in range(options.layers))), LENGTH, options.steps)
     for sequence in (False, True):
         length = LENGTH // options.ranks if sequence else LENGTH
-        times = {
-            name: milliseconds(parallel(by, mesh, options.layers, sequence), length, options.steps)
-            for name, by in (("torch", torch_tp), ("weft", weft))
+        models = {
+            name: parallel(by, mesh, options.layers, sequence) for name, by in (("torch", torch_tp), ("weft", weft))
         }
+        models["plain"] = nn.Sequential(*(Block(options.ranks) for _ in range(options.layers)))
+        times = milliseconds(models, length, options.steps)
         print(
             f"{'sequence parallel' if sequence else 'tensor parallel':18} torch {times['torch']:7.2f} ms  "
-            f"weft {times['weft']:7.2f} ms  {times['weft'] / times['torch']:.3f} of torch's  plain {plain:7.2f} ms",
+            f"weft {times['weft']:7.2f} ms  {times['weft'] / times['torch']:.3f} of torch's  "
+            f"plain {times['plain']:7.2f} ms",
             flush=True,
         )
 
@@ -107,16 +108,17 @@ def parallel(by: ModuleType, mesh: DeviceMesh, layers: int, sequence: bool) -> n
     return model
 
 
-def milliseconds(model: nn.Module, length: int, steps: int) -> float:
-    """The median time of forward and backward."""
+def milliseconds(models: dict[str, nn.Module], length: int, steps: int) -> dict[str, float]:
+    """The median processor time of forward and backward, of steps that alternate between the models."""
     x = torch.randn(1, length, WIDTH)
-    times = []
+    times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(steps + 3):
-        began = time.perf_counter()
-        model(x).square().mean().backward()
-        times.append((time.perf_counter() - began) * 1e3)
-        model.zero_grad()
-    return statistics.median(times[3:])
+        for name, model in models.items():
+            began = time.process_time()
+            model(x).square().mean().backward()
+            times[name].append((time.process_time() - began) * 1e3)
+            model.zero_grad()
+    return {name: statistics.median(each[3:]) for name, each in times.items()}
 
 
 if __name__ == "__main__":

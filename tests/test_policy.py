@@ -50,6 +50,8 @@ BASEMENT = [
     "dtensor_placements",
     "thread_patches",
     "torch_adapter",
+    "mesh_facts",
+    "shared_inputs",
     "triton_adapter",
     "transport_rows",
     "knobs",

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from weft import torch_adapter
 from weft.distributed.dtensor.conversions import redistribute, to_local
+from weft.mesh_facts import facts_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -63,25 +64,23 @@ def _is_recorded(x: Tensor) -> bool:
 # ---- without gradients: past autograd, whose part of torch's collectives is Python code
 
 
-def _name(mesh: DeviceMesh) -> str:
-    return mesh.get_group().group_name
-
-
 def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
     with torch_adapter.below_autograd():
-        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", _name(mesh)))
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", facts_of(mesh).group))
 
 
 def _gathered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    facts = facts_of(mesh)
     with torch_adapter.below_autograd():
-        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), mesh.size(), _name(mesh)))
-        return torch.cat(rows.chunk(mesh.size()), dim) if dim else rows
+        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), facts.size, facts.group))
+        return torch.cat(rows.chunk(facts.size), dim) if dim else rows
 
 
 def _scattered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    facts = facts_of(mesh)
     with torch_adapter.below_autograd():
-        rows = torch.cat(x.chunk(mesh.size(), dim)) if dim else x.contiguous()
-        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", mesh.size(), _name(mesh)))
+        rows = torch.cat(x.chunk(facts.size, dim)) if dim else x.contiguous()
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", facts.size, facts.group))
 
 
 # ---- with gradients. Each backward calls a function of the table above, so that gradients of gradients are right
@@ -125,7 +124,7 @@ class _AllGatherToDTensor(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
         ctx.dim, ctx.mesh = dim, mesh
         whole = _gathered(x, dim, mesh)
-        return torch_adapter.dtensor_with(whole, torch_adapter.dtensor_spec_of(whole, mesh, (Replicate(),)))
+        return torch_adapter.dtensor_with(whole, facts_of(mesh).spec_of(whole, (Replicate(),)))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

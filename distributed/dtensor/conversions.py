@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft import torch_adapter
+from weft.mesh_facts import facts_of
 
 
 def to_local(x: DTensor, gradient: Placement | None = None) -> Tensor:
@@ -38,9 +39,12 @@ def to_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement, size: int | No
     shape = None
     if isinstance(placement, Shard):
         placement = Shard(placement.dim % x.dim())
-        if size is not None and size % mesh.size():
+        if size is not None and size % facts_of(mesh).size:
             shape = torch.Size([*x.shape[: placement.dim], size, *x.shape[placement.dim + 1 :]])
-    spec = torch_adapter.dtensor_spec_of(x, mesh, (placement,), shape)
+    if shape is None:
+        spec = facts_of(mesh).spec_of(x, (placement,))
+    else:
+        spec = torch_adapter.dtensor_spec_of(x, mesh, (placement,), shape)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return torch_adapter.dtensor_with(x.detach(), spec)  # type: ignore[no-any-return]
     return _ToDTensor.apply(x, spec)  # type: ignore[no-any-return]
@@ -83,10 +87,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
         if gradient is None:
             return None, None
-        spec = ctx.spec
-        placements = ctx.grad_placements or _of_gradient(spec.placements)
-        if placements != spec.placements:
-            spec = type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        placements = ctx.grad_placements or _of_gradient(ctx.spec.placements)
+        spec = facts_of(ctx.spec.mesh).spec_like(ctx.spec, placements)
         # The strides of the whole gradient decide whether torch issues collectives for it, so they are those of forward
         # on every rank. Torch takes them from this rank's part, and those of an empty part mean nothing.
         if gradient.stride() != ctx.stride:

@@ -79,15 +79,16 @@ def compute_locally(
         return args, kwargs if first is None else kwargs | {first: prepare(call, kwargs[first])}
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
-        return finish(module.__dict__[_NAME], result)
-
-    def end(module: nn.Module, args: Any, result: Any) -> None:
-        if (call := module.__dict__.get(_NAME)) is not None:
+        call = module.__dict__.get(_NAME)
+        if call is None:  # `before` raised
+            return None
+        try:
+            return None if result is None else finish(call, result)
+        finally:
             call.end()
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
-    module.register_forward_hook(end, always_call=True)  # also where forward raised
+    module.register_forward_hook(after, always_call=True)  # without a result where forward raised
 
 
 def local(parameter: Tensor, mesh: DeviceMesh | None = None) -> Tensor:

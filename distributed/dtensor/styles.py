@@ -29,6 +29,8 @@ from weft.distributed.dtensor.conversions import redistribute, to_dtensor, to_lo
 from weft.distributed.dtensor.local_parameters import LocalForward, compute_locally
 from weft.distributed.dtensor.projections import features_of, is_transposed
 from weft.distributed.ops import shard_length, shard_rows
+from weft.mesh_facts import facts_of
+from weft.shared_inputs import shared
 
 _LINEAR_OR_EMBEDDING = "a torch.nn.Linear or torch.nn.Embedding, or transformers' Conv1D"
 
@@ -57,7 +59,7 @@ def _output(
     if use_local and have == Partial() and want == Replicate():
         return all_reduce(x, mesh)
     if use_local and isinstance(want, Shard):
-        if x.shape[want.dim] % mesh.size() == 0:
+        if x.shape[want.dim] % facts_of(mesh).size == 0:
             if have == Partial():
                 return reduce_scatter(x, want.dim, mesh)
         elif want.dim != x.dim() - 1:
@@ -145,7 +147,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
                 whole = _output(y, mesh, Partial(), Replicate(), True) + bias
                 return _output(whole, mesh, Replicate(), layout, use_local)
             size = y.shape[layout.dim]
-            if use_local or size % mesh.size() == 0:
+            if use_local or size % facts_of(mesh).size == 0:
                 part = _output(y, mesh, Partial(), layout, True)
             else:
                 part = _laid_out(y, mesh, Partial(), layout)
@@ -233,7 +235,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         dim = input_layout.dim % input.dim()
         if isinstance(input, DTensor):
-            if input.placements != (Shard(dim),) or input.shape[dim] % mesh.size():
+            if input.placements != (Shard(dim),) or input.shape[dim] % facts_of(mesh).size:
                 return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
             input = to_local(input)
         return all_gather_to_dtensor(input, dim, mesh)
@@ -326,11 +328,12 @@ def _positive(placement: Placement, dims: int) -> Placement:
     return Shard(placement.dim % dims) if isinstance(placement, Shard) else placement
 
 
+@shared
 def _replicated_input(x: Any, mesh: DeviceMesh, given: Placement) -> Any:
     """The whole input of a module that computes a part of the output: its gradient on a rank is partial."""
     if isinstance(x, DTensor):
         (layout,) = x.placements
-        if isinstance(layout, Shard) and x.shape[layout.dim] % mesh.size() == 0:
+        if isinstance(layout, Shard) and x.shape[layout.dim] % facts_of(mesh).size == 0:
             return all_gather(to_local(x), layout.dim, mesh)
         return to_local(redistribute(x, (Replicate(),)), Partial())
     if given == Replicate():

@@ -414,6 +414,78 @@ def test_a_replicated_gradient_of_a_gathered_input_is_not_summed_over_the_ranks(
         assert torch.equal(by_weft, torch.full((1, 3, 4), 2.0))
 
 
+class Readers(nn.Module):
+    """Two projections of one activation, which may be changed between them."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.change = change
+        self.first, self.second = nn.Linear(4, 6).double(), nn.Linear(4, 6).double()
+
+    def forward(self, x: Any) -> Tensor:
+        first = self.first(x)
+        if self.change == "in place":
+            with torch.no_grad():
+                x.mul_(3)
+        elif self.change == "part":
+            with torch.no_grad():
+                (x.to_local() if isinstance(x, DTensor) else x).mul_(3)
+        elif self.change == "another":
+            x = x * 3
+        return first + self.second(x)
+
+
+def read_twice(rank: int, world: int, kind: str, change: str) -> tuple[int, list[Tensor]]:
+    """All-gathers and all-reduces of a step, and its loss and gradients, by the kind of input."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    model = Readers(change).requires_grad_(change in ("", "another"))  # weights save what autograd lets nobody change
+    if kind != "whole model":
+        layouts: Any = {"sharded": Shard(1), "DTensor": Shard(1)}.get(kind, Replicate())
+        style = weft.ColwiseParallel(input_layouts=layouts)
+        weft.parallelize(model, mesh, {"first": style, "second": style})
+    leaf = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(1, 4, 4).requires_grad_()
+    x: Any = leaf * 1 if kind != "leaf" else leaf
+    if kind == "sharded":
+        x = x.chunk(world, 1)[rank] * 1
+    elif kind == "DTensor":
+        x = DTensor.from_local(x.chunk(world, 1)[rank] * 1, mesh, [Shard(1)], run_check=False)
+    with torch.profiler.profile() as profile:
+        loss = model(x).square().sum()
+        loss.backward()
+    names = ("c10d_functional::all_reduce", "c10d_functional::all_gather_into_tensor")
+    issued = sum(event.count for event in profile.key_averages() if event.key.strip("_") in names)
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    loss, gradient = loss.detach(), leaf.grad
+    if kind != "whole model":
+        dist.all_reduce(loss)
+    if kind in ("sharded", "DTensor"):
+        dist.all_reduce(gradient)
+    return issued, [loss, gradient, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "issued"),
+    [
+        ("replicated", "", 1),
+        ("leaf", "", 2),
+        ("sharded", "", 1),
+        ("DTensor", "", 1),
+        ("replicated", "in place", 2),
+        ("sharded", "in place", 2),
+        ("DTensor", "part", 2),
+        ("replicated", "another", 2),
+        ("DTensor", "another", 2),
+    ],
+)
+def test_readers_of_one_activation_share_a_collective(kind: str, change: str, issued: int) -> None:
+    (_, expected), _ = run_ranks(read_twice, 2, "whole model", change)
+    for found, values in run_ranks(read_twice, 2, kind, change):
+        assert found == issued
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows", [1, 3], ids=["expanded", "dense"])
 def test_gradients_of_local_parts_have_the_strides_of_forward(rows: int) -> None:
     """A gradient that is transposed in memory, also where forward repeats one row and has no strides to take."""

@@ -163,7 +163,8 @@ def test_a_layer_reduces_two_activations_and_two_gradients(styles: str, world: i
         step = training(layers(mesh, styles))
         captured = weft.capture(step, torch.randn(2, 6, 16, dtype=torch.float64))
         made = run_passes(captured, KERNEL_PASSES)
-    assert len(all_reduces(captured)) == 2 * 7
+    # One of weft's styles hands its input to the next.
+    assert len(all_reduces(captured)) == 2 * (7 if styles == "torch" else 4)
     assert len(all_reduces(made)) == 2 * 4
 
 
