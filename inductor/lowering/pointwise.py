@@ -204,9 +204,21 @@ _binary("ge", aten.ge.Tensor, aten.ge.Scalar, round_numbers=True)
 _binary("and", aten.logical_and.default, as_bools=True)
 _binary("or", aten.logical_or.default, as_bools=True)
 _binary("ne", aten.logical_xor.default, as_bools=True)
-_binary("bitwise_and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
-_binary("bitwise_or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
-_binary("bitwise_xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)
+_binary(
+    "bitwise_and",
+    *(aten.bitwise_and.Tensor, aten.bitwise_and.Scalar),
+    *(aten.__and__.Tensor, aten.__and__.Scalar),
+)
+_binary(
+    "bitwise_or",
+    *(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar),
+    *(aten.__or__.Tensor, aten.__or__.Scalar),
+)
+_binary(
+    "bitwise_xor",
+    *(aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar),
+    *(aten.__xor__.Tensor, aten.__xor__.Scalar),
+)
 _unary("bitwise_not", aten.bitwise_not.default)
 
 # ---- choices

@@ -2,13 +2,16 @@
 
 - ``_to_copy`` keeps only the keywords that change something, so that equal casts are equal nodes.
 - A cast of a lossless cast (bfloat16 to float32 to bfloat16) becomes one cast of the original value, or none.
-- A copy with the layout of its source is replaced by the source, unless the user holds the copy after the step.
+- A copy with the layout of its source is replaced by the source, unless the user holds the copy after the step. The
+  source may begin elsewhere in its memory, as the rows of a rank do in a replicated gradient: else the graphs of the
+  ranks would differ, since those of the first rank begin where the memory does.
 
 Keeps the bits of every result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -22,6 +25,10 @@ Node = torch.fx.Node
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.clone.default)
+# Views whose operand's place in its memory does not count: they say where they begin themselves.
+_ABSOLUTE = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
+# Bytes. Kernels load 16 at once where tensors begin at multiples of that.
+_ALIGNMENT = 16
 
 
 @keeps_bits
@@ -39,21 +46,59 @@ def fold_casts(step: StepGraph) -> StepGraph:
         if node not in escapes and _is_same(node.meta["val"], source.meta["val"]) and not _is_kept_apart(node, source):
             node.replace_all_uses_with(source)
             step.graph.erase_node(node)
+    _drop_copies_of_parts(step.graph, escapes)
     return step
+
+
+def _drop_copies_of_parts(graph: torch.fx.Graph, escapes: Set[Node]) -> None:
+    """Replace copies of what lies alike but begins elsewhere in its memory. Last, because what is recorded of the views
+    of such a copy holds no longer."""
+    moved: set[Node] = set()
+    for node in graph.nodes:
+        if node.target not in _COPIES or "inplace" in node.meta or node in escapes:
+            continue
+        (source,) = node.all_input_nodes
+        unchanged = moved.isdisjoint(_with_bases(source)) and not any(
+            each.target in _ABSOLUTE for each in _readers(node)
+        )
+        if unchanged and _begins_elsewhere(node.meta["val"], source.meta["val"]) and not _is_kept_apart(node, source):
+            moved.add(source)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _begins_elsewhere(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether only the places where they begin differ, and that of ``source`` suits wide loads."""
+    first = source.storage_offset()
+    aligned = type(first) is int and first * source.itemsize % _ALIGNMENT == 0 and copy.storage_offset() == 0
+    alike = copy.dtype == source.dtype and copy.device == source.device and _layout(copy)[:-1] == _layout(source)[:-1]
+    return alike and aligned
+
+
+def _with_bases(node: Node) -> Iterator[Node]:
+    """A value and what it is a view of."""
+    yield node
+    while looks_into(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads a value or a view of it."""
+    views = [node]
+    for view in views:
+        yield from view.users
+        views += [user for user in view.users if looks_into(user)]
 
 
 def _is_kept_apart(copy: Node, source: Node) -> bool:
     """Whether the copy, or a view of it, is an operand of a write to the memory of its source: the kernel must not read
     what it writes."""
-    views = [copy]
-    for view in views:
-        for user in view.users:
-            if looks_into(user):
-                views.append(user)
-            elif (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
-                written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
-                if any(isinstance(each, Node) and share_storage(each, source) for each in written):
-                    return True
+    for user in _readers(copy):
+        if (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
+            written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
+            if any(isinstance(each, Node) and share_storage(each, source) for each in written):
+                return True
     return False
 
 

@@ -21,7 +21,10 @@ import weft
 import weft.errors
 from harness import run_ranks
 from weft.distributed.dtensor.conversions import to_local
+from weft.inductor.compiler import kernel_graph
+from weft.inductor.graph.retarget import retarget
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.schedule.decisions import structure
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 32, 32, 8, 16
 STEPS = 2
@@ -381,6 +384,33 @@ def test_the_number_of_collectives_and_copies_does_not_depend_on_the_world() -> 
             counts.append({name: n for name, n in names.items() if name.startswith("_c10d") or name in moved})
     assert counts[0] == counts[1] == counts[2]
     assert counts[0].get("aten.split.Tensor", 0) == 0
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize("case", [*CASES[1], Case(torch_parallel, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_graphs_of_all_ranks_have_one_structure(case: Case, dtype: torch.dtype) -> None:
+    """Else no schedule fits all ranks, and collectives run in the order of the step, over NCCL."""
+    found = set()
+    for rank in (0, 1, 3):
+        with weft.fake_world(4, rank):
+            mesh = dist.init_device_mesh("cuda", (4,), mesh_dim_names=("tp",))
+            model = parallelize(Decoder().to(dtype), mesh, *case)
+            optimizer = torch.optim.AdamW([{"params": [each]} for each in model.parameters()], fused=True)
+
+            def step(ids: Tensor, labels: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                logits = model(ids)
+                with loss_parallel():
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+                    loss.backward()
+                optimizer.step()
+                return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
+
+            ids = torch.zeros(2, LENGTH, dtype=torch.long)
+            graph = retarget(weft.capture(step, ids, ids).copy(), "cuda:0")
+            found.add(structure(kernel_graph(run_passes(graph, KERNEL_PASSES))))
+    assert len(found) == 1
 
 
 class Scaled(nn.Module):

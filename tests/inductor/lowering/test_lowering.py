@@ -184,6 +184,16 @@ def test_views_are_read_as_strided_operands() -> None:
     assert not result.reasons
 
 
+@pytest.mark.parametrize("name", ["and", "or", "xor"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_operators_of_python_below_dtensor(name: str, dtype: torch.dtype) -> None:
+    """Where DTensor's code writes ``a | b``, below autograd, the graph has the operator itself."""
+    operator = getattr(torch.ops.aten, f"__{name}__")
+    a, b = (torch.randint(0, 2 if dtype == torch.bool else 99, (5, 7)).to(dtype) for _ in range(2))
+    assert not check(lambda a, b: operator.Tensor(a, b), a, b).reasons
+    assert not check(lambda a: operator.Scalar(a, True if dtype == torch.bool else 6), a).reasons
+
+
 def test_a_cast_to_half_precision_rounds_inside_a_kernel() -> None:
     x = _x(64) * 100
     result = check(lambda a: a.bfloat16().float() - a.half().float(), x)

@@ -48,6 +48,41 @@ def test_a_cast_over_a_wider_type_is_one_cast(narrow: torch.dtype, wide: torch.d
     assert same_bits(run, Run(lambda x: x.to(wide).to(last) * 2, [special(narrow)], []))
 
 
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_a_copy_of_rows_is_the_rows(first: int) -> None:
+    """Those of each rank in a replicated tensor, the first rank's among them."""
+    x = torch.randn(12, 4)
+    assert folded(lambda x: (y := x * 2, y[first : first + 4].clone() + 1)[1], x) == (1, 0)
+    assert folded(lambda x: (y := x * 2, y[first : first + 4].clone().view(2, 8)[1:] + 1)[1], x) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y: y[4:8].clone().as_strided((2, 2), (4, 1), 0) + 1,  # counts from the beginning of the memory
+        lambda y: y[4:8].clone().view(-1).as_strided((2, 2), (4, 1), 1) + 1,
+        lambda y: y.view(-1)[1:17].clone() + 1,  # begins in the middle of 16 bytes
+    ],
+)
+def test_a_copy_of_rows_that_readers_need_stays(step: Callable[..., torch.Tensor]) -> None:
+    before, after = folded(lambda x: step(x * 2), torch.randn(12, 4))
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y: (part := y[4:8].clone(), y[4:8].add_(1), part + y[4:8])[2],  # the rows are written to
+        lambda y: y[4:8].clone().t().clone().as_strided((2, 2), (1, 4), 0) + 1,  # a copy of a copy
+        lambda y: y[4:8].clone()[1:].clone().as_strided((2, 2), (1, 4), 0) + 1,
+        lambda y: y[4:8].clone()[1:].clone()[1:] + y[4:6].clone(),
+        lambda y: (y[4:8].clone().mul_(2), y[4:8] + 1)[1] + y[4:8].clone().mul_(2),
+    ],
+)
+def test_copies_of_rows_that_are_written_to_or_copied_again(step: Callable[..., torch.Tensor]) -> None:
+    folded(lambda x: step(x * 2), torch.randn(12, 4))
+
+
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, f16, bf16, f32, f64]
 
 
