@@ -29,7 +29,9 @@ class _Made(NamedTuple):
     how: tuple[Any, ...]
 
 
-# By the input, while that is alive. Not in `weft.distributed`, whose variables are state of a step that is captured.
+# The last conversion by its input, while that is alive. No more than one: under checkpointing an input lives until
+# backward, and what was gathered of it must not. Not in `weft.distributed`, whose variables are state of a captured
+# step.
 _KNOWN = WeakIdKeyDictionary()
 
 
@@ -48,6 +50,7 @@ def shared(convert: Convert) -> Convert:
         if before is not None and before.mesh is mesh and before.how == how:
             return before.made  # type: ignore[no-any-return]
         made = convert(x, mesh, layout)
+        _KNOWN.clear()
         _KNOWN[x] = _Made(made, mesh, how)
         return made
 
