@@ -1,4 +1,4 @@
-"""What is made of an activation for several modules: handed out again while it holds, and no longer kept than needed."""
+"""What is made of an activation for several modules is handed out again while it holds, and kept no longer."""
 
 from __future__ import annotations
 
