@@ -1,5 +1,5 @@
-"""What the collectives of a 1-D mesh, and its DTensors, need to know again and again: torch takes the host some 10
-microseconds for each of these answers."""
+"""Process group, size and DTensor layouts of a 1-D mesh, computed once: torch takes the host some 10 microseconds to
+compute each of them, and an eager step needs them for every collective and every conversion of a DTensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.distributed.tensor import Placement
 
 from weft import torch_adapter
 
-# Of both, more come only where meshes are made, or sizes change, at each step.
+# Bounds of the caches, which are emptied there. More come only where each step makes a mesh or has other sizes.
 _MOST_MESHES, _MOST_LAYOUTS = 16, 1000
 
 
 @dataclass
 class MeshFacts:
-    """
+    """What is known of one mesh.
+
     Attributes:
+        mesh: the 1-D mesh.
         group: name of its process group.
         size: number of its ranks.
     """
@@ -45,7 +47,7 @@ class MeshFacts:
     def _remembered(self, about: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         try:
             found = self._specs.get(about)
-        except TypeError:  # sizes of a capture that change have no hash
+        except TypeError:  # symbolic sizes have no hash
             return make()
         if found is None:
             if len(self._specs) >= _MOST_LAYOUTS:
@@ -59,7 +61,7 @@ _known: dict[int, MeshFacts] = {}
 
 
 def facts_of(mesh: DeviceMesh) -> MeshFacts:
-    """The facts of a mesh, which are kept with it."""
+    """The facts of a mesh. Keeps the mesh alive, so that its id stays its own."""
     found = _known.get(id(mesh))
     if found is None:
         if len(_known) >= _MOST_MESHES:

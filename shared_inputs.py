@@ -1,8 +1,8 @@
-"""What several modules make of one activation is made once.
+"""Modules that read one activation share its conversion: the gather over the ranks, or the sum of its gradient.
 
 Query, key and value read the same activation, and so do gate and up. The style of each would gather it over the ranks
 in forward, or sum its gradient over them in backward, as PyTorch's styles do. Here the second module gets what the
-first one has made: their gradients are added on each rank, and one collective serves all of them.
+first one has computed: their gradients are added on each rank, and one collective serves all of them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Convert = Callable[[Any, DeviceMesh, Placement], Tensor]
 
 
 class _Made(NamedTuple):
-    """What a conversion made, and for which mesh, layout, and versions of the input's memory."""
+    """The result of a conversion; the mesh, the layout, and the versions of the input that it was computed for."""
 
     made: Tensor
     mesh: DeviceMesh
     how: tuple[Any, ...]
 
 
-# The last conversion by its input, while that is alive. No more than one: under checkpointing an input lives until
-# backward, and what was gathered of it must not. Not in `weft.distributed`, whose variables are state of a captured
+# The last conversion, by its input, while the input is alive. No more than one: under checkpointing inputs live until
+# backward, and what was gathered of each must not. Not in `weft.distributed`, whose variables are state of a captured
 # step.
 _KNOWN = WeakIdKeyDictionary()
 

@@ -15,8 +15,8 @@ from weft.torch_adapter import dict_version
 
 Names = dict[str, Any]
 
-# Ids of objects that are gone may be among those of earlier attempts. All are dropped at this many times the present.
-_MOST_SETS = 4
+# Ids of freed objects stay in the set of all attempts. It is made anew at this many times the ids of one attempt.
+_LARGEST_GROWTH = 4
 
 
 @dataclass
@@ -38,8 +38,8 @@ class ModuleScans:
     """The modules that the last attempt has looked at. While it runs, stand-ins are among their variables."""
 
     def __init__(self) -> None:
-        # Of all objects that had a stand-in by their id in some attempt: captures that follow arrays have more of them
-        # than others, and come in between.
+        # Ids of all objects that had a stand-in in some attempt. Captures that follow arrays have more of them and
+        # alternate with others: a set for each attempt would have all modules scanned again.
         self._ids: frozenset[int] = frozenset()
         self._scans: dict[int, _Scan] = {}
 
@@ -55,7 +55,7 @@ class ModuleScans:
         """
         known, self._scans = self._scans, {}
         added = stand_ins.by_id.keys() - self._ids
-        if len(self._ids) > _MOST_SETS * len(stand_ins.by_id):
+        if len(self._ids) > _LARGEST_GROWTH * len(stand_ins.by_id):
             known, self._ids = {}, frozenset()
         self._ids |= stand_ins.by_id.keys()
         for names in loaded:

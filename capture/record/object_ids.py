@@ -156,7 +156,7 @@ class Ids:
 
     def end(self) -> None:
         """Forget the capture: a module that was imported meanwhile may have kept a number, as a key of its own."""
-        self._known, self._made, self._ended = frozenset[int], lambda kind: set(), True
+        self._known, self._made, self._ended = (lambda: set()), (lambda kind: set()), True
         self._used.clear()
 
     def _number(self, number: int, by: str, value: Any) -> IdInCapture:

@@ -80,7 +80,7 @@ def compute_locally(
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
         call = module.__dict__.get(_NAME)
-        if call is None:  # `before` raised
+        if call is None:  # another hook raised before this one's turn
             return None
         try:
             return None if result is None else finish(call, result)

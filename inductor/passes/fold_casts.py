@@ -3,8 +3,8 @@
 - ``_to_copy`` keeps only the keywords that change something, so that equal casts are equal nodes.
 - A cast of a lossless cast (bfloat16 to float32 to bfloat16) becomes one cast of the original value, or none.
 - A copy with the layout of its source is replaced by the source, unless the user holds the copy after the step. The
-  source may begin elsewhere in its memory, as the rows of a rank do in a replicated gradient: else the graphs of the
-  ranks would differ, since those of the first rank begin where the memory does.
+  source may have a storage offset, as the rows of a rank have in a replicated gradient: those of the first rank have
+  none, and the graphs of the ranks would differ otherwise.
 
 Keeps the bits of every result.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.inductor.graph.aliasing import effects_of, looks_into, share_storage
+from weft.inductor.graph.aliasing import effects_of, looks_into, read_by_storage, share_storage
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.pass_runner import keeps_bits
 
@@ -25,8 +25,6 @@ Node = torch.fx.Node
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.clone.default)
-# Views whose operand's place in its memory does not count: they say where they begin themselves.
-_ABSOLUTE = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
 # Bytes. Kernels load 16 at once where tensors begin at multiples of that.
 _ALIGNMENT = 16
 
@@ -51,24 +49,22 @@ def fold_casts(step: StepGraph) -> StepGraph:
 
 
 def _drop_copies_of_parts(graph: torch.fx.Graph, escapes: Set[Node]) -> None:
-    """Replace copies of what lies alike but begins elsewhere in its memory. Last, because what is recorded of the views
-    of such a copy holds no longer."""
+    """Replace copies of sources that have the same sizes and strides but another storage offset. Last, because the
+    offsets that views of such a copy record are wrong until the pass has ended."""
     moved: set[Node] = set()
     for node in graph.nodes:
         if node.target not in _COPIES or "inplace" in node.meta or node in escapes:
             continue
         (source,) = node.all_input_nodes
-        unchanged = moved.isdisjoint(_with_bases(source)) and not any(
-            each.target in _ABSOLUTE for each in _readers(node)
-        )
-        if unchanged and _begins_elsewhere(node.meta["val"], source.meta["val"]) and not _is_kept_apart(node, source):
+        unchanged = moved.isdisjoint(_with_bases(source)) and _begins_elsewhere(node.meta["val"], source.meta["val"])
+        if unchanged and not read_by_storage(node) and not _is_kept_apart(node, source):
             moved.add(source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 
 def _begins_elsewhere(copy: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether only the places where they begin differ, and that of ``source`` suits wide loads."""
+    """Whether only the storage offsets differ, and that of ``source`` is aligned for wide loads."""
     first = source.storage_offset()
     aligned = type(first) is int and first * source.itemsize % _ALIGNMENT == 0 and copy.storage_offset() == 0
     alike = copy.dtype == source.dtype and copy.device == source.device and _layout(copy)[:-1] == _layout(source)[:-1]
@@ -83,22 +79,18 @@ def _with_bases(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """What reads a value or a view of it."""
-    views = [node]
-    for view in views:
-        yield from view.users
-        views += [user for user in view.users if looks_into(user)]
-
-
 def _is_kept_apart(copy: Node, source: Node) -> bool:
     """Whether the copy, or a view of it, is an operand of a write to the memory of its source: the kernel must not read
     what it writes."""
-    for user in _readers(copy):
-        if (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
-            written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
-            if any(isinstance(each, Node) and share_storage(each, source) for each in written):
-                return True
+    views = [copy]
+    for view in views:
+        for user in view.users:
+            if looks_into(user):
+                views.append(user)
+            elif (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
+                written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
+                if any(isinstance(each, Node) and share_storage(each, source) for each in written):
+                    return True
     return False
 
 

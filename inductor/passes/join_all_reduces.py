@@ -2,12 +2,12 @@
 
 Under tensor parallelism an activation that several projections read (query, key and value; gate and up) gets a partial
 gradient from each, and each is reduced over the ranks before they are added: in the backward of a transformer's layer
-five all-reduces, where two are enough. So it is in the forward of a layer whose attention and feed-forward read the
-same activation. By linearity::
+five all-reduces, where two are enough. Likewise, a layer that adds the outputs of attention and feed-forward of one
+activation (a parallel residual) has two in forward, where one is enough. By linearity::
 
     all_reduce(a) + all_reduce(b)   is   all_reduce(a + b)
 
-also where other terms are added in between. A sum of products then accumulates in the epilogues of the GEMMs
+also where other terms are added in between. The sum of products then accumulates in the epilogues of the GEMMs
 (``accumulate_matmuls``). No more memory is needed: ``a`` is alive where its reduction was. A reduction that something
 else reads too would have to run all the same, and stays. So does one of float16, where ``a + b`` on one rank may exceed
 a range that the sum over the ranks is within.
@@ -37,7 +37,7 @@ Node = torch.fx.Node
 aten = torch.ops.aten
 
 _LINEAR = ("sum", "avg")
-# Of the range of float32 or more: no sum of gradients comes near it.
+# Dtypes with at least the exponent range of float32: a sum of gradients does not overflow.
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -80,7 +80,7 @@ def _reduced_terms(total: Node, seen: set[Node]) -> Iterator[Node]:
 
 
 def _is_linear(start: Node) -> bool:
-    """Whether a collective is an all-reduce that nothing but its wait reads, and that a sum may be moved through."""
+    """Whether a collective is an all-reduce by a linear reduction, of a wide dtype, that only its wait reads."""
     if start.target is not ALL_REDUCE.op or len(start.users) != 1 or reduction_of(start) not in _LINEAR:
         return False
     vals = [start.meta["val"], *(each.meta["val"] for each in payload_of(start))]
@@ -88,7 +88,7 @@ def _is_linear(start: Node) -> bool:
 
 
 def _join(graph: torch.fx.Graph, first: Node, last: Node) -> None:
-    """Let the all-reduce that ``last`` waits for reduce what the one of ``first`` would have, too."""
+    """Add the operand of the all-reduce that ``first`` waits for to that of ``last``, and drop the first one."""
     (dropped,), (start,) = first.all_input_nodes, last.all_input_nodes
     (one,), (other,) = payload_of(dropped), payload_of(start)
     with graph.inserting_before(start):

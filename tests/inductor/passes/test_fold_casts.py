@@ -77,6 +77,11 @@ def test_a_copy_of_rows_that_readers_need_stays(step: Callable[..., torch.Tensor
         lambda y: y[4:8].clone()[1:].clone().as_strided((2, 2), (1, 4), 0) + 1,
         lambda y: y[4:8].clone()[1:].clone()[1:] + y[4:6].clone(),
         lambda y: (y[4:8].clone().mul_(2), y[4:8] + 1)[1] + y[4:8].clone().mul_(2),
+        lambda y: (part := y[4:8].clone(), part[1:3].fill_(5), part + 1)[2],
+        lambda y: (part := y[4:8].clone(), part.view(-1)[3:].mul_(2), part + y[4:8])[2],
+        lambda y: y[4:8].clone().slice_scatter(torch.ones(2, 4), 0, 1, 3) + 1,
+        lambda y: y[4:8].clone().as_strided_scatter(torch.ones(2, 2), (2, 2), (4, 1), 1) + 1,
+        lambda y: y[4:8].clone().add_(1).as_strided((2, 2), (4, 1), 0) + 1,
     ],
 )
 def test_copies_of_rows_that_are_written_to_or_copied_again(step: Callable[..., torch.Tensor]) -> None:
