@@ -26,14 +26,12 @@ from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.graph.aliasing import looks_into
-from weft.inductor.graph.collectives import payload_of, sum_dtype_of
 from weft.inductor.graph.host_scalars import on_host
-from weft.inductor.graph.live_range import BLOCK
 from weft.inductor.graph.liveness import LiveRange, liveness
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.transports.arena_layout import shared_bytes
 from weft.inductor.transports.peer_calls import PeerCall, arena_tensors_of
-from weft.transport_rows import LIBRARIES, LIBRARY
+from weft.transport_rows import LIBRARY
 
 Node = torch.fx.Node
 
@@ -194,27 +192,11 @@ class _TaskGraphBuilder:
                 # The output reads what the step leaves behind. That is live until the end, which `kept` says.
                 readers = tuple(at for at in users if at not in (maker, output))
                 storages.append(Storage(live_range.size, maker, readers, kept=output in users))
-        # A library that sums in a wider dtype gets casted copies of its operands, live while the collective is issued.
-        starts = [node for node, start in self.collectives.items() if node is start and self._by_library(node)]
-        widens = (node for node in starts if sum_dtype_of(node) is not None)
-        return storages + [Storage(_widened(node), self.place[node]) for node in widens]
-
-    def _by_library(self, node: Node) -> bool:
-        return node.meta.get("transport", LIBRARY) in LIBRARIES
+        return storages
 
     def inputs(self) -> int:
         """Bytes of the step's inputs."""
         return sum(each.size for each in self.memory.ranges if each.is_input)
-
-
-def _widened(node: Node) -> int:
-    """Additional bytes of the casts that a library's collective needs, compared with the operands that they replace.
-    See :mod:`weft.inductor.passes.wire_dtype`."""
-    dtype = sum_dtype_of(node)
-    assert dtype is not None
-    operands = [used.meta["val"] for used in payload_of(node)]
-    more = ((torch_adapter.hint(val.numel()) or 0) * (dtype.itemsize - val.dtype.itemsize) for val in operands)
-    return sum(-(-size // BLOCK) * BLOCK for size in more)
 
 
 def _is_fence(node: Node) -> bool:

@@ -28,10 +28,11 @@ from weft.inductor.graph.collectives import (
     transports_of,
 )
 from weft.inductor.graph.operations import op_name
-from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.graph.pass_runner import keeps_bits, required
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.fold_casts import represents_exactly
 from weft.inductor.passes.tensor_lists import multi_tensor_call
+from weft.transport_rows import LIBRARIES
 
 Node = torch.fx.Node
 
@@ -89,6 +90,20 @@ def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:
         padded = graph.create_node("call_function", wide.target, (*wide.args[:-1], source_val.dtype))
     padded.meta = meta_of(wide, val=_like(val, source_val.dtype))
     return padded
+
+
+@required
+@keeps_bits
+def library_casts(step: StepGraph) -> StepGraph:
+    """:func:`expand` the collectives that widen and whose chosen transport is a library. Changes ``step``.
+
+    The order of issue is searched after it: the casts take time, and what they make is live until the collective has
+    ended.
+    """
+    for node in step.collectives():
+        if node.meta["transport"] in LIBRARIES and sum_dtype_of(node) is not None:
+            expand(step, node)
+    return step
 
 
 def expand(step: StepGraph, node: Node) -> Node:

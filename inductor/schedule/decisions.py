@@ -20,6 +20,7 @@ from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.node_order import reorder
 from weft.inductor.graph.pass_runner import Pass, changes_bits, is_enabled, keeps_bits, required
 from weft.inductor.graph.serializable import check_fields
+from weft.inductor.passes.wire_dtype import library_casts
 from weft.inductor.schedule.bucketing import bucketable_sequences, merge_buckets
 from weft.inductor.schedule.param_names import Names
 from weft.inductor.schedule.reshard import add_gathers, gather_once
@@ -39,14 +40,15 @@ class Decisions:
         regathers: pairs of a gathered value (its index in the result of :func:`gather_once`) and the indices of the
             uses before which it is gathered again.
         bucket_positions: the collectives of each coalesced call, as positions in the graph after ``regathers``.
-        order: the nodes in order of issue, as positions in the graph after merging buckets and splitting updates.
-        transports: pairs of a collective's position in that graph and the name of its transport.
+        transports: pairs of a collective and the name of its transport; the collective as its position in the graph
+            after merging buckets and splitting updates.
+        order: the nodes in order of issue, as positions in the graph after inserting the casts of libraries.
     """
 
     regathers: tuple[tuple[int, tuple[int, ...]], ...] = ()
     bucket_positions: tuple[tuple[int, ...], ...] = ()
-    order: tuple[int, ...] = ()
     transports: tuple[tuple[int, str], ...] = ()
+    order: tuple[int, ...] = ()
 
     def text(self) -> str:
         """The decisions as JSON. Runs of consecutive positions are written as (first, length)."""
@@ -73,7 +75,7 @@ class Decisions:
         order = tuple(at for begin, length in found["order"] for at in range(begin, begin + length))
         regathers = tuple((number, tuple(uses)) for number, uses in found["regathers"])
         transports = tuple((at, name) for at, name in found["transports"])
-        fields = regathers, tuple(map(tuple, found["bucket_positions"])), order, transports
+        fields = regathers, tuple(map(tuple, found["bucket_positions"])), transports, order
         # The text may come from a file. Anything but integers and names would fail later, on some ranks and inside a
         # pass.
         check_fields(Decisions, fields)
@@ -134,6 +136,7 @@ def schedule_passes(decisions: Decisions) -> list[Pass]:
         MergeBuckets(decisions.bucket_positions),
         split_updates,
         SelectTransports(decisions.transports),
+        library_casts,
         IssueOrder(decisions.order),
     ]
 

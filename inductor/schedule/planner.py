@@ -48,6 +48,7 @@ from weft.inductor.graph.host_scalars import on_host
 from weft.inductor.graph.node_order import reorder, together
 from weft.inductor.graph.pass_runner import is_enabled
 from weft.inductor.lowering.lower import device_kind
+from weft.inductor.passes.wire_dtype import library_casts
 from weft.inductor.schedule import schedule_tables
 from weft.inductor.schedule.bucket_reports import bucket_reports
 from weft.inductor.schedule.bucketing import (
@@ -249,6 +250,7 @@ class _AppliedCandidate:
     Attributes:
         step: the rewritten step.
         bucket_positions: see ``Decisions.bucket_positions`` (:class:`weft.inductor.schedule.decisions.Decisions`).
+        transports: see ``Decisions.transports``.
         low_memory_order, low_memory_peak: the result of
             :func:`weft.inductor.schedule.min_memory_order.min_memory_order`, and its peak in bytes.
         task_graph, nodes: of ``step``, with the times of the chosen transports and without the symmetric arena.
@@ -257,6 +259,7 @@ class _AppliedCandidate:
     candidate: ScheduleCandidate
     step: StepGraph
     bucket_positions: tuple[tuple[int, ...], ...]
+    transports: tuple[tuple[int, str], ...]
     low_memory_order: list[int]
     low_memory_peak: int
     task_graph: TaskGraph
@@ -311,6 +314,7 @@ class _Planner:
         self.reserve = int(max((size for size in prefetched if size < math.inf), default=0))
         # The estimate of what has to be gathered again assumes the low-memory order. What prefetching holds on top of
         # it is `reserve`.
+        library_casts(choose_transports(whole, cluster, **self.transport_rules))
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))
         self.gaps = GapSequence(gaps(values, task_graph, nodes, order), simulate(task_graph, order).memory)
@@ -337,10 +341,9 @@ class _Planner:
         slowest = min(candidate.simulation.seconds for candidate in candidates) * (1 + TIME_TOLERANCE)
         found = next(candidate for candidate in candidates if candidate.simulation.seconds <= slowest)
         applied = found.applied
-        transports = tuple((at, node.meta["transport"]) for at, node in enumerate(applied.nodes) if is_collective(node))
-        decisions = Decisions(applied.candidate.regathers, applied.bucket_positions, tuple(found.order), transports)
-        # Only now: transports and order are positions in the graph before this reordering. `schedule_passes` applies
-        # them in that sequence as well.
+        regathers = applied.candidate.regathers
+        decisions = Decisions(regathers, applied.bucket_positions, applied.transports, tuple(found.order))
+        # Only now: the order lists positions in the graph before this reordering, as `schedule_passes` reads it.
         reorder(applied.step, [applied.nodes[at] for at in found.order])
         reports = bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
         known = SchedulePrediction(found.simulation, found.nodes, reports)
@@ -472,12 +475,13 @@ class _Planner:
             split_updates(step)
         # After the merge: which transport is cheapest depends on the bytes of the whole call.
         choose_transports(step, self.cluster, without=self.refused, **self.transport_rules)
-        names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
-        self.by_peers = [name for name in names if name != LIBRARY]
+        chosen = [(at, node.meta["transport"]) for at, node in enumerate(step.graph.nodes) if is_collective(node)]
+        self.by_peers = [name for name in dict.fromkeys(name for _, name in chosen) if name != LIBRARY]
+        library_casts(step)
         task_graph, nodes = build(step, self.cluster, TransportedCosts(self.costs, step))
         order = min_memory_order(task_graph, precedence(task_graph))
         peak = peak_memory(task_graph, order)
-        return _AppliedCandidate(candidate, step, positions, order, peak, task_graph, nodes)
+        return _AppliedCandidate(candidate, step, positions, tuple(chosen), order, peak, task_graph, nodes)
 
     def ordered(self, applied: _AppliedCandidate, last: bool) -> _OrderedCandidate | None:
         """An applied candidate in an order within the limit, None where none is found."""

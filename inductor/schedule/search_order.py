@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from weft.errors import MemoryLimitUnreachable
 from weft.inductor.cost.simulate import Simulation, simulate, users_of
 from weft.inductor.cost.task_graph import Kind, Storage, TaskGraph
-from weft.inductor.schedule.contraction import contract
+from weft.inductor.schedule.coarsening import coarsen
+from weft.inductor.schedule.contraction import Contraction, contract
 from weft.inductor.schedule.list_schedule import LeadTime, ListSchedule, list_schedule
 from weft.inductor.schedule.local_search import ExpectedTime, LocalSearch
 from weft.inductor.schedule.min_memory_order import min_memory_order, order_within, unavoidable_bytes
@@ -38,6 +39,9 @@ TIME_TOLERANCE = 2e-3
 # The factor was measured on two H200 that were described as eight; the weight is a guess.
 _SLOW_FACTOR = 3.0
 _SLOW_WEIGHT = 0.1
+# Task graphs of more tasks are searched in groups of alike computation, each of at most this part of the step's
+# computation. Choices.
+_MAX_TASKS, _SPAN = 1_000, 1 / 1_000
 # Number of the largest storages that an error names.
 _NAMED = 3
 
@@ -54,15 +58,34 @@ def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list
     Raises:
         MemoryLimitUnreachable: no order within the limit was found. For a step of few tasks none exists then.
     """
-    contraction = contract(task_graph)
-    return contraction.expanded(_search(contraction.task_graph, memory_limit))
+    contraction = task_graph.derived(contract)
+    return contraction.expanded(_search_in_groups(contraction.task_graph, memory_limit))
+
+
+def _search_in_groups(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
+    """As :func:`_search`; computation of a large task graph is placed in groups."""
+    if len(task_graph.tasks) <= _MAX_TASKS:
+        return _search(task_graph, memory_limit)
+    coarse = task_graph.derived(_coarse)
+    try:
+        order = coarse.expanded(_search(coarse.task_graph, memory_limit))
+    except MemoryLimitUnreachable:  # a group may hold more than its tasks do one by one
+        return _search(task_graph, memory_limit)
+    # The task graph's own order competes, see `_search`; the groups may have changed it.
+    own_order = task_graph.derived(simulate)
+    own_fits = memory_limit is None or own_order.peak <= memory_limit
+    return list(own_order.order) if own_fits and own_order.seconds < simulate(task_graph, order).seconds else order
+
+
+def _coarse(task_graph: TaskGraph) -> Contraction:
+    return coarsen(task_graph, _SPAN * task_graph.derived(simulate).compute_seconds)
 
 
 def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     before = precedence(task_graph)
     # The order of the graph, with the buckets and regathers of this candidate. Because it competes, no search makes the
     # candidate slower than the simple rules would, as predicted.
-    own_order = simulate(task_graph)
+    own_order = task_graph.derived(simulate)
     reference = Reference(task_graph, before, _order_within(task_graph, before, own_order, memory_limit), memory_limit)
     schedules = _schedules(reference)
     own_fits = memory_limit is None or own_order.peak <= memory_limit

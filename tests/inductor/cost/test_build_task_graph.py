@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 import weft
 from step_builder import StepBuilder
-from weft import knobs, torch_adapter
+from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, is_collective
 from weft.capture.record.streams import StreamCall
@@ -33,7 +33,6 @@ from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
-from weft.inductor.graph.collectives import WIDENING_REDUCE_SCATTER
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
@@ -356,25 +355,7 @@ def test_a_sharded_step_holds_what_liveness_says() -> None:
     with weft.fake_world(WORLD):
         step = sharded_step()
         hold_the_same(step)
-        # Else the casts that a library is handed are memory of their own, in no graph.
-        with knobs.override(disable_passes="wire_casts"):
-            hold_the_same(kernels_of(step))
-
-
-def test_operands_that_a_library_casts_are_held_while_it_starts() -> None:
-    """A gradient in bfloat16 that is reduced in float32 is cast for a library, not for peers."""
-    with weft.fake_world(WORLD):
-        step = kernels_of(sharded_step())
-        reductions = [node for node in step.collectives() if node.target is WIDENING_REDUCE_SCATTER.op]
-        task_graph, nodes = build(step, CLUSTER)
-        casts = [
-            storage for storage in task_graph.storages if nodes[storage.maker] in reductions and not storage.readers
-        ]
-        wanted = [node.args[0].meta["val"].numel() * (4 - 2) for node in reductions]  # type: ignore[union-attr]
-        assert sorted(each.size for each in casts) == sorted(wanted) == 3 * [512] + 3 * [131072]
-        for node in reductions:
-            node.meta["transport"] = "copy_sum"
-        assert len(build(step, CLUSTER)[0].storages) == len(task_graph.storages) - len(casts)
+        hold_the_same(kernels_of(step))
 
 
 def test_an_input_that_is_updated_in_place_counts_once() -> None:

@@ -582,7 +582,7 @@ def meets(rank: int, world: int, absent: int, fails: bool) -> str:
     def decide() -> Decisions:
         if fails:
             raise RuntimeError("no idea")
-        return Decisions((), ((1, 2),), (0, 1, 2))
+        return Decisions(bucket_positions=((1, 2),), order=(0, 1, 2))
 
     if rank == absent:
         time.sleep(2)
