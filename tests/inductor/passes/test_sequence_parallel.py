@@ -1,0 +1,548 @@
+"""Sequence parallelism found between all-reduces: training on real processes against the whole model in float64, what
+the graph becomes, and which inputs leave it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor.parallel as torch_tp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import weft
+from harness import run_ranks
+from step_builder import StepBuilder
+from weft import knobs
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT, is_collective
+from weft.capture.step_interface import Role
+from weft.inductor import compiler
+from weft.inductor.compiler import kernel_graph
+from weft.inductor.graph import serialize
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.retarget import retarget
+from weft.inductor.graph.sizes import node_bytes
+from weft.inductor.passes import sequence_parallel as module
+from weft.inductor.passes.common_subexpressions import common_subexpressions
+from weft.inductor.passes.decompose import decompose
+from weft.inductor.passes.drop_noops import drop_noops
+from weft.inductor.passes.join_all_reduces import join_all_reduces
+from weft.inductor.passes.join_splits import join_splits
+from weft.inductor.passes.number_collectives import number_collectives
+from weft.inductor.passes.pipeline import ATEN_PASSES, KERNEL_PASSES, run_passes
+from weft.inductor.passes.sequence_parallel import sequence_parallel
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from llama import Llama, Shape
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ALL_REDUCE = c10d.all_reduce.default
+REDUCE = c10d.reduce_scatter_tensor.default
+GATHER = c10d.all_gather_into_tensor.default
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 16, 24, 6, 6
+
+
+def everywhere() -> Any:
+    """Inside, the pass shards on CPUs too, and however small the region."""
+    return mock.patch.object(module, "pays", return_value=True)
+
+
+@contextlib.contextmanager
+def sharding() -> Iterator[None]:
+    """Inside, what runs on a CPU is compiled with the pass too, and with those that it relies on."""
+    passes = [*ATEN_PASSES]
+    at = passes.index(join_splits) + 1
+    passes[at:at] = [join_all_reduces, decompose, drop_noops, common_subexpressions, sequence_parallel]
+    with mock.patch.object(compiler, "ATEN_PASSES", passes), everywhere():
+        yield
+
+
+# ---- training, on real processes
+
+
+class Norm(nn.Module):
+    """RMS norm in float64, as Llama's is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.double()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_feed = Norm(), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.before_attention(x)
+        heads = (
+            each(inner).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        inner = self.before_feed(x)
+        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+STYLES: dict[str, Any] = {"torch": torch_tp, "weft": weft}
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().double()
+
+
+def parallelize(model: nn.Module, mesh: Any, styles: str) -> nn.Module:
+    by = STYLES[styles]
+    plan = {f"layers.*.{name}": by.ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
+    plan |= {f"layers.*.{name}": by.RowwiseParallel() for name in ("out", "down")}
+    plan["embedding"] = by.RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = by.ColwiseParallel(output_layouts=Replicate())
+    # weft's own function also makes DTensors of the norms' weights.
+    return weft.parallelize(model, mesh, plan) if by is weft else by.parallelize_module(model, mesh, plan)
+
+
+def training(model: nn.Module, clip: bool = False) -> Callable[[Tensor], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def issued(compiled: Any) -> list[int]:
+    """The all-reduces, reduce-scatters and all-gathers of the program."""
+    (form,) = compiled.entries
+    nodes = {node for node in form.program._lines if node is not None}
+    return [sum(op in str(node.target) for node in nodes) for op in ("all_reduce", "reduce_scatter", "all_gather")]
+
+
+def trained(rank: int, world: int, dp: int, styles: str, clip: bool) -> list[int]:
+    """Training with the pass against training of the whole model, and of eager ranks."""
+    mesh = init_device_mesh("cpu", (dp, world // dp), mesh_dim_names=("dp", "tp"))
+    models = [decoder(), *(parallelize(decoder(), mesh["tp"], styles) for _ in range(2))]
+    if dp > 1:
+        for model in models[1:]:
+            for layer in model.layers:  # type: ignore[union-attr]
+                weft.fully_shard(layer, mesh=mesh["dp"])
+            weft.fully_shard(model, mesh=mesh["dp"])
+    steps = [training(model, clip) for model in models]
+    steps[2] = compiled = weft.compile(steps[2])
+    with sharding():
+        for at in range(3):
+            ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(at))
+            losses = [step(ids) for step in steps]
+            torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-9, atol=1e-9)
+    for others in zip(*(model.parameters() for model in models), strict=True):
+        values = [whole(each) for each in others]
+        torch.testing.assert_close(values[1:], values[:1] * 2, rtol=1e-7, atol=1e-9)
+    for parameter in models[2].parameters():  # replicas stay replicas
+        if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate():
+            every = [torch.empty_like(parameter.to_local()) for _ in range(world // dp)]
+            dist.all_gather(every, parameter.to_local().detach(), group=mesh["tp"].get_group())
+            assert all(torch.equal(each, every[0]) for each in every)
+    return issued(compiled)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("world", "dp", "styles", "clip", "calls"),
+    [
+        # Nine sums over rows (of norms 7, of biases 2), ten activations, the logits.
+        (2, 1, "weft", True, [10, 10, 11]),
+        (3, 1, "weft", False, [9, 10, 11]),
+        # Weights of norms are plain tensors here, of which nobody says that ranks have the same.
+        (2, 1, "torch", False, [5, 5, 6]),
+        # FSDP adds a reduce-scatter and two all-gathers for each of three modules, but one for the root; packed.
+        (4, 2, "weft", False, [9, 12, 16]),
+    ],
+)
+def test_training_equals_the_whole_model(world: int, dp: int, styles: str, clip: bool, calls: list[int]) -> None:
+    assert run_ranks(trained, world, dp, styles, clip, timeout=170) == [calls] * world
+
+
+def apart(rank: int, world: int, how: str) -> tuple[list[float], list[int]]:
+    """Ranks that do not compute the same between two all-reduces: each must get what it computes."""
+    group = dist.group.WORLD
+
+    def step(x: Tensor) -> Tensor:
+        y = funcol.all_reduce(x, "sum", group)
+        z = (y * (2 + rank if how == "constant" else 2)).exp()
+        if how == "scalar":
+            z = y * torch.full((), 2.0 + rank)
+        w = z + 1
+        # Both gathered values have one size.
+        return (w if how == "reader" and rank else z) @ torch.ones(3, 1)
+
+    x = torch.arange(12.0).reshape(4, 3) / 20 + rank
+    compiled = weft.compile(step)
+    with sharding():
+        found = compiled(x)
+    torch.testing.assert_close(found, step(x))
+    return issued(compiled)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("how", "calls"),
+    [("", [0, 1, 1]), ("constant", [1, 0, 0]), ("scalar", [1, 0, 0]), ("reader", [1, 0, 0])],
+)
+def test_ranks_that_compute_something_else_keep_their_collectives(how: str, calls: list[int]) -> None:
+    assert run_ranks(apart, 2, how) == [calls] * 2
+
+
+# ---- what becomes of a graph
+
+
+class Case:
+    """A step of hidden values in rows of six: all-reduced, scaled, activated and multiplied by a matrix.
+
+    Attributes:
+        b: its builder.
+        partial: what is reduced.
+        replicated: names of inputs that DTensors replicate over "tp", of a mesh with the dimensions ``axes``.
+    """
+
+    def __init__(self, rows: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        self.b = StepBuilder()
+        self.partial = self.b.input(torch.zeros(rows, 6, dtype=dtype))
+        self.matrix = self.b.input(torch.zeros(6, 5, dtype=dtype))
+        self.replicated: dict[str, tuple[tuple[str, bool], ...]] = {}
+
+    def weight(self, *shape: int, axes: tuple[tuple[str, bool], ...] = (("tp", True),)) -> Node:
+        node = self.b.input(torch.zeros(shape or (6,)))
+        self.replicated[node.name] = axes
+        return node
+
+    def wait(self, start: Node) -> Node:
+        return self.b.call(WAIT, start, val=start.meta["val"])
+
+    def reduced(self, payload: Node | None = None, op: str = "sum", group: str = "tp") -> Node:
+        return self.wait(self.b.call(ALL_REDUCE, self.partial if payload is None else payload, op, group))
+
+    def build(self, *results: Node) -> StepGraph:
+        self.b.returns(*results)
+        step = self.b.build({"tp": "0", "dp": "0"})
+        step.inputs = [replace(each, axes=self.replicated.get(each.name, ())) for each in step.inputs]
+        return run_passes(step, [number_collectives])
+
+    def product(self, hidden: Node, *results: Node) -> StepGraph:
+        """The step that ends with the product of ``hidden`` and the matrix."""
+        return self.build(self.b.call(aten.mm.default, hidden, self.matrix), *results)
+
+
+def made(step: StepGraph, world: int = 4) -> tuple[list[Any], StepGraph]:
+    """The collectives after the pass, and the graph."""
+    with weft.fake_world(world), everywhere():
+        graph = run_passes(step, [sequence_parallel])
+    return [node.target for node in graph.collectives()], graph
+
+
+def shapes(step: StepGraph, target: Any) -> list[list[int]]:
+    return [list(node.meta["val"].shape) for node in step.graph.nodes if node.target is target]
+
+
+def operands(case: Case) -> dict[str, Callable[[], Node]]:
+    """What an all-reduced value is multiplied by, where ranks have the same by what the graph shows."""
+    call = case.b.call
+    dims = {"dtype": torch.float32, "device": torch.device("cpu")}
+    mesh = (("dp", False), ("tp", True))
+    return {
+        "a replicated parameter": case.weight,
+        "a constant": lambda: call(aten.arange.default, 6, **dims),
+        "a parameter of one row": lambda: case.weight(1, 6),
+        "a function of both": lambda: call(aten.exp.default, call(aten.mul.Tensor, case.weight(), 2)),
+        "a number": lambda: call(aten.full.default, [], 3.0, **dims),
+        "what is gathered over the group": lambda: case.wait(call(GATHER, case.b.input(torch.zeros(6)), 4, "tp")),
+        "a sum over the group": lambda: case.reduced(case.b.input(torch.zeros(6))),
+        "a parameter that FSDP gathers": lambda: case.wait(call(GATHER, case.weight(3, axes=mesh), 2, "dp")),
+    }
+
+
+@pytest.mark.parametrize("name", operands(Case()))
+def test_rows_are_sharded_beside_what_ranks_have_alike(name: str) -> None:
+    case = Case()
+    operand = operands(case)[name]()
+    if operand.meta["val"].numel() == 24:  # four ranks' parts of a row
+        operand = case.b.call(aten.slice.Tensor, operand, 0, 0, 6)
+    scaled = case.b.call(aten.mul.Tensor, case.reduced(), operand)
+    found, graph = made(case.product(case.b.call(aten.gelu.default, scaled)))
+    assert found[-2:] == [REDUCE, GATHER]
+    assert shapes(graph, aten.gelu.default) == [[2, 6]]
+    assert shapes(graph, aten.mm.default) == [[8, 5]]
+
+
+def not_alike(case: Case) -> dict[str, Callable[[], Node]]:
+    """What ranks may have differently, or what has rows itself."""
+    call, plain = case.b.call, lambda *shape: case.b.input(torch.zeros(shape))
+    dims = {"dtype": torch.float32, "device": torch.device("cpu")}
+    return {
+        "a plain parameter": lambda: plain(6),
+        "a sharded parameter": lambda: case.weight(axes=(("tp", False),)),
+        "a parameter that is replicated over others": lambda: case.weight(axes=(("dp", True),)),
+        "a number of Python": lambda: case.b.input(2.0, Role.SCALAR),
+        "a function of a plain parameter": lambda: call(aten.add.Tensor, case.weight(), plain(6)),
+        "a draw": lambda: call(aten.rand.default, [6], **dims),
+        "memory": lambda: call(aten.empty.memory_format, [6], **dims),
+        "a sum over another group": lambda: case.reduced(plain(6), group="dp"),
+        "a plain parameter that FSDP gathers": lambda: case.wait(call(GATHER, plain(3), 2, "dp")),
+        "what no mesh of the group gathers": lambda: case.wait(call(GATHER, case.weight(3), 2, "dp")),
+        "a part by rank": lambda: case.wait(call(REDUCE, case.weight(24), "sum", 4, "tp")),
+        "a residual stream that is not reduced": lambda: plain(8, 6),
+        "replicated rows": lambda: case.weight(8, 6),
+        "replicated numbers of rows": lambda: case.weight(8, 1),
+        "rows of another group": lambda: case.reduced(plain(8, 6), group="dp"),
+    }
+
+
+@pytest.mark.parametrize("name", not_alike(Case()))
+def test_an_operand_that_ranks_may_have_differently_ends_the_region(name: str) -> None:
+    case = Case()
+    scaled = case.b.call(aten.mul.Tensor, case.reduced(), not_alike(case)[name]())
+    step = case.product(case.b.call(aten.gelu.default, scaled))
+    found, graph = made(step)
+    assert found == [node.target for node in step.collectives()]
+    assert shapes(graph, aten.gelu.default) == [[8, 6]]
+
+
+def whole_only(case: Case, name: str) -> StepGraph:
+    """Steps in which something other than an operand keeps the rows together."""
+    call = case.b.call
+    if name == "maximum":
+        return case.product(call(aten.gelu.default, case.reduced(op="max")))
+    if name == "transposed":
+        turned = call(aten.t.default, case.b.input(torch.zeros(6, 8)))
+        return case.product(call(aten.gelu.default, case.reduced(turned)))
+    y = case.reduced()
+    if name == "dropout":
+        return case.product(case.b.pick(call(aten.native_dropout.default, y, 0.5, True))[0])
+    if name == "written in place":
+        return case.product(case.b.write(aten.mul_.Tensor, y, 2))
+    if name == "views alone":
+        return case.product(call(aten.view.default, call(aten.view.default, y, [2, 4, 6]), [8, 6]))
+    if name == "a sum over some rows":
+        return case.product(call(aten.sum.dim_IntList, call(aten.view.default, y, [2, 4, 6]), [0]))
+    if name == "a mean over rows":
+        return case.product(call(aten.sub.Tensor, y, call(aten.mean.dim, y, [0], True)))
+    if name == "a softmax over rows":
+        return case.product(call(aten._softmax.default, y, 0, False))
+    z = call(aten.gelu.default, y)
+    if name == "returned":  # the user may write to it
+        return case.product(z, y)
+    if name == "returned in part":
+        return case.product(z, call(aten.slice.Tensor, y, 0, 0, 2))
+    if name == "read whole too":
+        return case.product(z, call(aten.mm.default, y, case.matrix))
+    if name == "written through a view":
+        part = call(aten.view.default, y, [48])
+        return case.build(case.b.write(aten.mul_.Tensor, part, 2), call(aten.mm.default, z, case.matrix))
+    assert name == "a side stream"
+    z.meta["stream"] = 1
+    return case.product(z)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("maximum", "transposed", "dropout", "written in place", "views alone", "a sum over some rows"),
+        *("a mean over rows", "a softmax over rows", "returned", "returned in part", "read whole too"),
+        *("written through a view", "a side stream"),
+    ],
+)
+def test_what_needs_all_rows_keeps_its_all_reduce(name: str) -> None:
+    step = whole_only(Case(), name)
+    found, graph = made(step)
+    assert found == [ALL_REDUCE]
+    assert str(graph) == str(step)
+
+
+@pytest.mark.parametrize(
+    ("rows", "world", "dtype"), [(6, 4, torch.float32), (8, 1, torch.float32), (8, 4, torch.int64)]
+)
+def test_rows_that_ranks_do_not_divide_are_left_alone(rows: int, world: int, dtype: torch.dtype) -> None:
+    case = Case(rows, dtype)
+    found, _ = made(case.product(case.b.call(aten.neg.default, case.reduced())), world)
+    assert found == [ALL_REDUCE]
+
+
+def test_fewest_bytes_are_gathered() -> None:
+    """Two norms of one activation: to gather both would take more than to gather the activation."""
+    case = Case()
+    total = case.b.call(aten.add.Tensor, case.reduced(), case.reduced(case.b.input(torch.zeros(8, 6))))
+    both = [case.b.call(op, total) for op in (aten.gelu.default, aten.silu.default)]
+    step = case.build(*(case.b.call(aten.mm.default, each, case.matrix) for each in both))
+    found, graph = made(step)
+    assert found == [REDUCE, REDUCE, GATHER]
+    assert shapes(graph, aten.add.Tensor) == [[2, 6]]
+    assert shapes(graph, aten.gelu.default) == [[8, 6]]
+
+
+def test_a_value_is_gathered_in_its_narrow_dtype() -> None:
+    case = Case(dtype=torch.bfloat16)
+    wide = case.b.call(aten._to_copy.default, case.reduced(), dtype=torch.float32)
+    narrow = case.b.call(aten._to_copy.default, case.b.call(aten.exp.default, wide), dtype=torch.bfloat16)
+    found, graph = made(case.product(narrow))
+    assert found == [REDUCE, GATHER]
+    assert graph.collectives()[1].args[0].meta["val"].dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_a_sum_over_rows_is_summed_over_the_ranks_in_float32_and_may_be_overwritten() -> None:
+    case = Case(dtype=torch.bfloat16)
+    y = case.b.call(aten.mul.Tensor, case.reduced(), 2)
+    total = case.b.call(aten.sum.dim_IntList, y, [0], True)
+    scaled = case.b.write(aten.mul_.Tensor, case.b.call(aten.view.default, total, [6]), 0.5)
+    found, graph = made(case.product(case.b.call(aten.gelu.default, y), total, scaled))
+    assert found == [REDUCE, ALL_REDUCE, GATHER]
+    small = graph.collectives()[1].meta["val"]
+    assert (small.dtype, list(small.shape)) == (torch.float32, [6])
+    assert graph.results[1].meta["val"].shape == (1, 6)  # type: ignore[union-attr]
+
+
+def test_rows_written_in_place_inside_the_region() -> None:
+    case = Case()
+    y = case.b.call(aten.mul.Tensor, case.reduced(), 2)
+    found, graph = made(case.product(case.b.write(aten.add_.Scalar, y, 1)))
+    assert found == [REDUCE, GATHER]
+    assert shapes(graph, aten.add.Scalar) == [[2, 6]]
+
+
+def test_collectives_of_a_region_come_behind_those_that_they_depend_on() -> None:
+    """Ranks that agree on no schedule issue collectives by these numbers."""
+    case = Case()
+    first = case.reduced()
+    weight = case.wait(case.b.call(GATHER, case.b.input(torch.zeros(6)), 4, "tp"))
+    scaled = case.b.call(aten.mul.Tensor, first, case.b.call(aten.slice.Tensor, weight, 0, 0, 6))
+    _, graph = made(case.product(scaled))
+    order = [(node.target, node.meta["capture_order"]) for node in graph.collectives()]
+    assert order == [(REDUCE, 0), (GATHER, 1), (GATHER, 1)]
+
+
+# ---- where it pays
+
+
+def llama(world: int, tokens: int) -> StepGraph:
+    """Forward and backward of a layer as wide as Llama 8B on GPUs, in bfloat16, with sharded embedding and logits."""
+    with torch.device("meta"):
+        model = Llama(Shape(layers=1, width=4096, heads=32, key_heads=32, hidden=14_336, vocabulary=8192)).bfloat16()
+    wide = ("query", "key", "value", "gate", "up")
+    plan: dict[str, Any] = {f"blocks.*.{name}": weft.ColwiseParallel() for name in wide}
+    plan |= {f"blocks.*.{name}": weft.RowwiseParallel() for name in ("out", "down")}
+    plan["embedding"] = weft.RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = weft.ColwiseParallel(output_layouts=Replicate())
+    weft.parallelize(model, init_device_mesh("cuda", (world,), mesh_dim_names=("tp",)), plan)
+    model.to_empty(device="cuda")
+
+    def step(ids: Tensor) -> list[Tensor | None]:
+        model(ids, ids).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return gradients
+
+    return retarget(weft.capture(step, torch.zeros(1, tokens, dtype=torch.long, device="cuda")))
+
+
+def moved(step: StepGraph) -> dict[Any, int]:
+    """Bytes of the collectives of a step by operation, of whole tensors."""
+    found: dict[Any, int] = {ALL_REDUCE: 0, REDUCE: 0, GATHER: 0}
+    for node in step.collectives():
+        (payload,) = node.all_input_nodes
+        found[node.target] += max(node_bytes(node), node_bytes(payload))
+    return found
+
+
+def test_a_transformer_gathers_what_it_all_reduced() -> None:
+    with weft.fake_world(8):
+        step = run_passes(llama(8, 8192), KERNEL_PASSES[: KERNEL_PASSES.index(sequence_parallel)])
+        graph = run_passes(step, [sequence_parallel])
+        finished = kernel_graph(run_passes(graph, KERNEL_PASSES[KERNEL_PASSES.index(sequence_parallel) + 1 :]))
+    before, after = moved(step), moved(graph)
+    activation = 8192 * 4096 * 2
+    assert before[ALL_REDUCE] == 6 * activation
+    # Gradients of three norms' weights, in float32.
+    assert after == {ALL_REDUCE: 3 * 4096 * 4, REDUCE: 6 * activation, GATHER: before[GATHER] + 6 * activation}
+    assert collectives(finished) == collectives(graph)
+    # Between two GEMMs nothing has all rows of the residual stream but what is gathered.
+    whole = [node for node in graph.graph.nodes if _is_computed(node) and node.meta["val"].shape[-1:] == (4096,)]
+    assert {node.target for node in whole if node.meta["val"].numel() == 8192 * 4096} <= {
+        *(aten.embedding.default, aten.where.self, aten.mm.default, aten.addmm.default)
+    }
+    assert serialize.load(serialize.dump(graph, step), step).collectives()[0].meta["agreed_rows"]
+
+
+def _is_computed(node: Node) -> bool:
+    tensor = isinstance(node.meta.get("val"), torch.Tensor) and node.op == "call_function"
+    return tensor and not looks_into(node) and not is_collective(node)
+
+
+def collectives(step: StepGraph) -> list[Any]:
+    return [node.target for node in step.collectives()]
+
+
+DISABLED = {"disable_passes": "sequence_parallel"}
+
+
+@pytest.mark.parametrize(("world", "tokens", "changed"), [(8, 512, {}), (16, 8192, {}), (8, 8192, DISABLED)])
+def test_steps_that_gain_nothing_are_left_alone(world: int, tokens: int, changed: dict[str, str]) -> None:
+    """Small ones, groups on two hosts, and with the pass disabled."""
+    with weft.fake_world(world), knobs.override(**changed):
+        step = run_passes(llama(world, tokens), KERNEL_PASSES[: KERNEL_PASSES.index(sequence_parallel)])
+        assert collectives(run_passes(step, [sequence_parallel])) == collectives(step)
+    assert REDUCE not in collectives(step)
+
+
+def test_on_cpus_nothing_is_sharded() -> None:
+    case = Case(4096)
+    step = case.product(case.b.call(aten.gelu.default, case.reduced()))
+    with weft.fake_world(4):
+        assert collectives(run_passes(step, [sequence_parallel])) == [ALL_REDUCE]
