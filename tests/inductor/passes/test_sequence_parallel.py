@@ -30,6 +30,7 @@ from weft.inductor.passes import sequence_parallel as module
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.passes.sequence_parallel import sequence_parallel
+from weft.inductor.schedule.decisions import structure
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from llama import Llama, Shape
@@ -334,6 +335,18 @@ def _is_computed(node: Node) -> bool:
 
 def collectives(step: StepGraph) -> list[Any]:
     return [node.target for node in step.collectives()]
+
+
+def test_all_ranks_make_the_same_graph() -> None:
+    """Else they would keep their collectives as captured, or find no schedule."""
+    found = set()
+    for rank in (0, 1, 5):
+        with weft.fake_world(8, rank):
+            graph = run_passes(llama(8, 8192), KERNEL_PASSES)
+            digests = tuple(str(node.meta.get("agreed_rows")) for node in graph.collectives())
+            found.add((digests, structure(kernel_graph(graph))))
+    ((digests, _),) = found
+    assert len(set(digests)) > 12
 
 
 DISABLED = {"disable_passes": "sequence_parallel"}
