@@ -65,6 +65,8 @@ _OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
 SECONDS_PER_PAIR = 7e-6
 SECONDS_PER_BYTE = 0.6e-6 / (1 << 20)
 MEMORY_BYTES_PER_SECOND = 4e12
+# How much all-reduces of sums over rows may add to what is sent, which else stays the same.
+MOST_ADDED_BYTES = 0.01
 
 # Beside elementwise operations. Each reads one tensor of the region.
 _BY_ROWS = frozenset(
@@ -289,10 +291,15 @@ def pays(step: StepGraph, region: ShardedRegion) -> bool:
     ranks = ranks_on_a_host(step.groups[region.rows.group])
     if ranks < 2 or any(wait.meta["val"].device.type != "cuda" for wait in region.reduced):
         return False
+    reduced = sum(map(node_bytes, region.reduced))
+    # In float32 or wider.
+    added = sum(node.meta["val"].numel() * max(node.meta["val"].itemsize, 4) for node in region.sums)
+    if added > MOST_ADDED_BYTES * reduced:
+        return False
     part = 1 - 1 / ranks
     saved = _memory_traffic(step, region) * part - sum(map(node_bytes, _read_by_kernels(region)))
-    moved = sum(map(node_bytes, region.reduced)) * part
-    return saved / MEMORY_BYTES_PER_SECOND > len(region.reduced) * SECONDS_PER_PAIR + moved * SECONDS_PER_BYTE
+    lost = len(region.reduced) * SECONDS_PER_PAIR + reduced * part * SECONDS_PER_BYTE
+    return saved / MEMORY_BYTES_PER_SECOND > lost
 
 
 def _memory_traffic(step: StepGraph, region: ShardedRegion) -> int:

@@ -361,6 +361,18 @@ def test_steps_that_gain_nothing_are_left_alone(world: int, tokens: int, changed
     assert REDUCE not in collectives(step)
 
 
+@pytest.mark.parametrize(("rows", "sharded"), [(4096, True), (8, False)])
+def test_sums_over_few_rows_would_add_bytes(rows: int, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a weight is as large as one row."""
+    for name in ("SECONDS_PER_PAIR", "SECONDS_PER_BYTE"):
+        monkeypatch.setattr(module, name, 0)
+    case = Case(rows)
+    y = case.b.call(aten.gelu.default, case.reduced())
+    step = retarget(case.product(y, case.b.call(aten.sum.dim_IntList, y, [0])), "cuda:0")
+    with weft.fake_world(4):
+        assert (REDUCE in collectives(run_passes(step, [sequence_parallel]))) is sharded
+
+
 def test_on_cpus_nothing_is_sharded() -> None:
     case = Case(4096)
     step = case.product(case.b.call(aten.gelu.default, case.reduced()))
