@@ -30,12 +30,15 @@ class Input:
         role: of the tensor or number.
         path: its place, as the user would write it (``model.blocks.0.weight``, ``args[0]``).
         sharding: global shape, mesh and placements as text where the tensor is the local shard of a DTensor, else "".
+        axes: for each dimension of that DTensor's mesh along which the graph communicates, the name of its process
+            group there, and whether the tensor is replicated over it.
     """
 
     name: str
     role: Role
     path: str
     sharding: str = ""
+    axes: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True)

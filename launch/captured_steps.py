@@ -160,7 +160,9 @@ class CapturedSteps:
                     "branches": planner.branches,
                     "files": [[name, *rest] for name, rest in inputs.files.items()],
                     "groups": _groups_now(graph),
-                    "inputs": [[each.name, each.role.value, each.path, each.sharding] for each in graph.inputs],
+                    "inputs": [
+                        [each.name, each.role.value, each.path, each.sharding, each.axes] for each in graph.inputs
+                    ],
                     "outputs": [[type(each).__name__, *vars(each).values()] for each in graph.outputs],
                     "graph": serialize.dump(graph, _empty_like(graph)),
                 }
@@ -284,8 +286,8 @@ def _set(settings: list[str]) -> None:
     cudnn.conv.fp32_precision = convolution
 
 
-def _inputs(entries: list[list[str]]) -> list[Input]:
-    return [Input(name, Role(role), path, sharding) for name, role, path, sharding in entries]
+def _inputs(entries: list[list[Any]]) -> list[Input]:
+    return [Input(name, Role(role), path, text, tuple(map(tuple, axes))) for name, role, path, text, axes in entries]
 
 
 def _outputs(entries: list[list[Any]]) -> list[Output]:

@@ -10,6 +10,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.node_kinds import is_wait
 from weft.capture.node_meta import meta_of
+from weft.inductor.graph.sizes import tensors_of
 
 Node = torch.fx.Node
 Emit = Callable[..., Node]
@@ -23,10 +24,15 @@ def emitter(graph: torch.fx.Graph, like: Node) -> Emit:
 
     def emit(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         node = graph.call_function(target, args, kwargs)
-        with torch_adapter.only_mode(like.meta["val"].fake_mode):
+        with torch_adapter.only_mode(_mode_of(like)):
             arguments, named = torch.fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
             val = arguments[0] if is_wait(node) else target(*arguments, **named)  # a wait hands back what it is given
         node.meta = meta_of(like, val=val)
         return node
 
     return emit
+
+
+def _mode_of(node: Node) -> Any:
+    fake: Any = tensors_of(node)[0]
+    return fake.fake_mode

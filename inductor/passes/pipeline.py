@@ -28,6 +28,7 @@ from weft.inductor.passes.pad_matmuls import pad_matmuls
 from weft.inductor.passes.rematerialise import Rematerialise
 from weft.inductor.passes.scalars_to_memory import scalars_to_memory
 from weft.inductor.passes.schedule_waits import schedule_waits
+from weft.inductor.passes.sequence_parallel import sequence_parallel
 from weft.inductor.passes.shard_embedding import shard_embedding
 from weft.inductor.passes.shard_norms import shard_norms
 from weft.inductor.passes.split_all_reduce import split_all_reduces
@@ -63,6 +64,7 @@ KERNEL_PASSES: list[Pass] = [
     pad_matmuls,
     accumulate_matmuls,
     sum_segments,
+    sequence_parallel,
     split_all_reduces,
     wire_casts,
     group_casts,
@@ -78,6 +80,7 @@ _REWRITE_COLLECTIVES = (
     join_all_reduces,
     shard_embedding,
     pack,
+    sequence_parallel,
     split_all_reduces,
     wire_casts,
     shard_norms,

@@ -11,7 +11,7 @@ read. An input is updated in the last partition that reads its memory, or later.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -287,7 +287,7 @@ class _PartitionBuilder:
         self.last = new
         if node.op == "placeholder":
             entry = self.partitioner.step.input(node.name)
-            self.inputs.append(Input(new.name, entry.role, entry.path, entry.sharding))
+            self.inputs.append(replace(entry, name=new.name))
         else:
             # A result of a recorded partition keeps its address and is read in place (BUFFER). Others get a new address
             # at every call and are copied to a static buffer (BATCH).

@@ -117,7 +117,9 @@ def _line(node: Node) -> str:
     # `members` are positions among the captured collectives. Without them, two all-reduces of equal sizes that are
     # swapped on one rank would look the same, and give wrong sums.
     sizes = [_static(used.meta["val"].numel()) for used in payload_of(node)]
-    return f"{node.meta.get('members')} {node.target} {shared_operands(node)} {sizes}"
+    # Where each rank computes its part of the rows for all, ranks must compute the same, down to the constants.
+    rows = node.meta.get("agreed_rows", "")
+    return f"{node.meta.get('members')} {node.target} {shared_operands(node)} {sizes} {rows}"
 
 
 def _static(size: int | torch.SymInt) -> str:

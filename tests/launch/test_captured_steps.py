@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from weft import knobs
+from weft.capture.step_interface import Input, Role
 from weft.inductor import compiler
+from weft.launch.captured_steps import _inputs
 from weft.launch.cli import main
 
 pytestmark = pytest.mark.fake
@@ -220,3 +222,10 @@ def test_a_damaged_entry_runs_the_script(project: Project, cache: Path) -> None:
             entry.write_bytes(entry.read_bytes()[:-100])
     assert project.plan() == first
     assert project.runs == 2
+
+
+def test_kept_inputs_are_those_of_the_capture() -> None:
+    """Passes decide by their axes."""
+    found = Input("weight", Role.PARAMETER, "model.weight", "[4] as R", (("dp", False), ("tp", True)))
+    entry = [found.name, found.role.value, found.path, found.sharding, found.axes]
+    assert _inputs(json.loads(json.dumps([entry]))) == [found]
