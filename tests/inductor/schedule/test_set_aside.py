@@ -195,7 +195,7 @@ def test_a_limit_holds_with_all_that_peers_set_aside(
                 gone = set(transports.split(",")) - names(found)
                 assert all(name in caplog.text for name in gone)
                 used.append(len(names(found) - {LIBRARY}))
-            # A library needs casts before reductions in float32. A transport that sums by itself may fit where they did.
+            # NCCL needs casts before reductions in float32. A transport that sums by itself may fit where NCCL does.
             assert used[0] < 2
             assert used[-1] == 2
             assert used == sorted(used)
