@@ -28,7 +28,7 @@ from weft.inductor.multi_tensor.one_hot import OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.shared_scatter import SharedScatter
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
-from weft.inductor.passes.pipeline import run_passes
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 Node = torch.fx.Node
 
@@ -387,6 +387,26 @@ def test_scattered_sums_cost_what_was_measured() -> None:
     assert COSTS.seconds(scattered) * 1e6 == pytest.approx(266, rel=0.1)
     shared = call(SharedScatter(512), [scores], index)
     assert COSTS.seconds(shared) * 1e6 == pytest.approx(113.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("channels", "images", "measured"), [(144, 128, 124), (240, 32, 56), (96, 512, 269), (192, 128, 119)]
+)
+def test_kernels_that_read_parts_of_rows_cost_what_was_measured(channels: int, images: int, measured: float) -> None:
+    """Normalisation by channel, channels innermost, of images of 56 x 56: 144 channels are read 16 at a time."""
+
+    def step(x: torch.Tensor, y: torch.Tensor, *of_channels: torch.Tensor) -> torch.Tensor:
+        mean, deviation, weight, bias = (each[:, None, None] for each in of_channels)
+        return ((x - mean) * deviation * weight + bias + y).to(torch.bfloat16)
+
+    with weft.fake_world(1):
+        batch = [torch.empty(images, channels, 56, 56, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        batch = [each.to(memory_format=torch.channels_last) for each in batch]
+        graph = weft.capture(step, *batch, *(torch.empty(channels, device="cuda") for _ in range(4)))
+        kernels = kernel_graph(run_passes(graph, KERNEL_PASSES)).graph.nodes
+        found = [COSTS.seconds(node) for node in kernels if isinstance(node.target, KernelCall)]
+    assert len(found) == 1
+    assert found[0] * 1e6 == pytest.approx(measured, rel=0.1)
 
 
 def test_a_large_product_has_the_rate_of_large_products() -> None:
