@@ -111,6 +111,19 @@ def _is_view(op: OpOverload) -> bool:
     return not op._schema.is_mutable and (marked or op._schema.name in _UNMARKED_VIEWS)
 
 
+def with_views(*nodes: torch.fx.Node) -> list[torch.fx.Node]:
+    """``nodes`` and all views of them, also waits and elements of lists, each after what it is a view of."""
+    views = list(nodes)
+    for view in views:  # which grows, through chains of views
+        views += [user for user in view.users if looks_into(user)]
+    return views
+
+
+def readers_of(*nodes: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The nodes that read ``nodes`` or views of them, without these views; some of them several times."""
+    return (user for view in with_views(*nodes) for user in view.users if not looks_into(user))
+
+
 def addresses_storage(node: torch.fx.Node) -> bool:
     """Whether the node goes by the whole storage of its first input: to a place counted from the beginning of that, or
     because it copies all of it. Such an input must not be a part of something larger."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.inductor.graph.aliasing import effects_of, looks_into, read_by_storage, share_storage
+from weft.inductor.graph.aliasing import effects_of, looks_into, read_by_storage, readers_of, share_storage
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.pass_runner import keeps_bits
 
@@ -82,15 +82,11 @@ def _with_bases(node: Node) -> Iterator[Node]:
 def _is_kept_apart(copy: Node, source: Node) -> bool:
     """Whether the copy, or a view of it, is an operand of a write to the memory of its source: the kernel must not read
     what it writes."""
-    views = [copy]
-    for view in views:
-        for user in view.users:
-            if looks_into(user):
-                views.append(user)
-            elif (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
-                written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
-                if any(isinstance(each, Node) and share_storage(each, source) for each in written):
-                    return True
+    for user in readers_of(copy):
+        if (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
+            written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
+            if any(isinstance(each, Node) and share_storage(each, source) for each in written):
+                return True
     return False
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +37,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph, calls, drop_dead
 from weft.capture.node_kinds import WAIT, group_of, is_effect
-from weft.inductor.graph.aliasing import looks_into, share_storage, storages
+from weft.inductor.graph.aliasing import looks_into, readers_of, share_storage, storages
 from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ranks_on_a_host, reduction_of
 from weft.inductor.graph.emitter import emitter
 from weft.inductor.graph.escapes import escaping
@@ -319,18 +318,8 @@ def _memory_traffic(step: StepGraph, region: ShardedRegion) -> int:
 
 def _read_by_kernels(region: ShardedRegion) -> list[Node]:
     """What a kernel outside reads whole, which would otherwise have computed it."""
-    return [node for node in region.gathered if any(map(_is_by_rows, _readers(node, region)))]
-
-
-def _readers(node: Node, region: ShardedRegion) -> Iterator[Node]:
-    """The nodes outside a region that read ``node``, through views."""
-    views = [node]
-    for view in views:
-        for user in view.users:
-            if looks_into(user):
-                views.append(user)
-            elif user not in region.plans:
-                yield user
+    outside = lambda node: (user for user in readers_of(node) if user not in region.plans)
+    return [node for node in region.gathered if any(map(_is_by_rows, outside(node)))]
 
 
 def _is_by_rows(node: Node) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph, drop_dead
-from weft.capture.node_kinds import WAIT, group_of, is_effect, is_wait
-from weft.inductor.graph.aliasing import looks_into
+from weft.capture.node_kinds import WAIT, group_of, is_effect
+from weft.inductor.graph.aliasing import looks_into, readers_of
 from weft.inductor.graph.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -105,14 +105,7 @@ def _is_large(node: Node, world: int) -> bool:
 
 def _first_use(node: Node, place: dict[Node, int]) -> int:
     """Position of the first node that computes with the result of a collective, or of the output node."""
-    views, first = [node], len(place) - 1
-    for view in views:
-        for user in view.users:
-            if is_wait(user) or looks_into(user):
-                views.append(user)
-            else:
-                first = min(first, place[user])
-    return first
+    return min(map(place.__getitem__, readers_of(node)), default=len(place) - 1)
 
 
 def _computes(node: Node) -> bool:

@@ -32,7 +32,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of, is_effect, is_wait
 from weft.capture.node_meta import meta_of
 from weft.capture.step_interface import Role
-from weft.inductor.graph.aliasing import looks_into, storages
+from weft.inductor.graph.aliasing import looks_into, readers_of, storages
 from weft.inductor.graph.collectives import collective_op, reduction_of, single_calls
 from weft.inductor.graph.node_order import put, reorder, together
 from weft.inductor.schedule.reshard import writes_of
@@ -313,16 +313,8 @@ def _shows(node: Node) -> bool:
 
 def _first_use(start: Node, place: dict[Node, int]) -> int:
     """The position of the first computation with the result of a collective. Views do not count: they move with it."""
-    views = list(start.users)
     # A result that nothing computes with is needed by the output at the latest.
-    first = len(place) - 1
-    for view in views:
-        for user in view.users:
-            if looks_into(user):
-                views.append(user)
-            else:
-                first = min(first, place[user])
-    return first
+    return min(map(place.__getitem__, readers_of(start)), default=len(place) - 1)
 
 
 # ---- rewriting the graph

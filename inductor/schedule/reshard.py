@@ -23,7 +23,7 @@ from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import same_meta
 from weft.inductor.cost.task_graph import Kind, TaskGraph
-from weft.inductor.graph.aliasing import effects_of, looks_into, storages
+from weft.inductor.graph.aliasing import effects_of, readers_of, storages, with_views
 from weft.inductor.graph.collectives import ALL_GATHER, single_calls
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.fake_values import take_memory
@@ -66,7 +66,7 @@ def gather_once(step: StepGraph) -> list[Gathered]:
         # With one gather in place of several, a result that the caller holds, or that is written to, would be seen by
         # all of them.
         ordinary = all(wait.target is WAIT and wait.users and wait not in escaped for wait in waits)
-        if ordinary and written.isdisjoint(view for wait in waits for view in _views(wait)):
+        if ordinary and written.isdisjoint(with_views(*waits)):
             # The shard's node is part of the key: the shard after an update is another node.
             groups.setdefault((node.target, *node.args, *node.kwargs.items()), []).append(node)
     values = []
@@ -81,13 +81,12 @@ def gather_once(step: StepGraph) -> list[Gathered]:
                 earliest.prepend(kept)
                 place[kept] = place[earliest]
             # Views of the erased gather now look into the memory of the one that is kept; fakes must say so.
-            take_memory(_views(wait), wait.meta["val"], kept.meta["val"])
+            take_memory(with_views(wait), wait.meta["val"], kept.meta["val"])
             wait.replace_all_uses_with(kept)
         # Waits before their starts: fx erases no node that has users.
         for node in (*others, *starts[1:]):
             step.graph.erase_node(node)
-        readers = {user for view in _views(kept) for user in view.users if not looks_into(user)}
-        uses = sorted(readers, key=place.__getitem__)
+        uses = sorted(set(readers_of(kept)), key=place.__getitem__)
         # After the optimizer has written to the shard, another gather would give the new value.
         until = min((writes[key][0] for key in storages(first.all_input_nodes[0]) if key in writes), default=len(place))
         if uses:
@@ -113,7 +112,7 @@ def add_gathers(step: StepGraph, gathered: Gathered, at: Iterable[int]) -> list[
         parts.append(_gather_for(step, gathered, uses[begin:end]))
     # Views that only moved uses read. Reversed, so that a view of a view goes first. Left in place, they would keep the
     # old gather live until here.
-    for view in reversed(_views(gathered.wait)[1:]):
+    for view in reversed(with_views(gathered.wait)[1:]):
         if not view.users:
             step.graph.erase_node(view)
     first = uses[: cuts[1]]
@@ -246,7 +245,7 @@ def _gather_for(step: StepGraph, gathered: Gathered, uses: list[Node]) -> Gather
         # Just before its first use. The order search moves the start ahead, as far as memory allows.
         for node in (gathered.start, gathered.wait):
             copies[node] = copy(node, copies)
-    views = set(_views(gathered.wait))
+    views = set(with_views(gathered.wait))
     for use in uses:
         for read in use.all_input_nodes:
             # Views are copied with the gather: a use that reads the old view would keep the old result live.
@@ -290,14 +289,6 @@ class _Copier:
             self._storages[key] = meta.untyped_storage()
         layout = val.size(), val.stride(), val.storage_offset()
         return torch_adapter.new_fake(val.fake_mode, val.device, val.dtype, *layout, self._storages[key])
-
-
-def _views(wait: Node) -> list[Node]:
-    """``wait`` and all views of it, each after its base."""
-    views = [wait]
-    for view in views:
-        views += [user for user in view.users if looks_into(user)]
-    return views
 
 
 def writes_of(nodes: Iterable[Node]) -> tuple[set[Node], dict[int, list[int]]]:

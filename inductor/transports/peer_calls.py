@@ -31,7 +31,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of
 from weft.capture.node_meta import meta_of
-from weft.inductor.graph.aliasing import is_lazy, looks_into, read_by_storage, share_storage
+from weft.inductor.graph.aliasing import is_lazy, looks_into, read_by_storage, readers_of, share_storage
 from weft.inductor.graph.collectives import (
     KINDS,
     collective_op,
@@ -475,14 +475,10 @@ def _is_written(source: Node, after: Node, before: Sequence[Node]) -> bool:
     ``before``."""
     while looks_into(source) and source.all_input_nodes:
         source = source.all_input_nodes[0]
-    views = [source]
-    for view in views:
-        for user in view.users:
-            if looks_into(user):
-                views.append(user)
-            elif after < user and any(user < node for node in before) and share_storage(user, source):
-                return True
-    return False
+    return any(
+        after < user and any(user < node for node in before) and share_storage(user, source)
+        for user in readers_of(source)
+    )
 
 
 def multi_tensor_cast_of(element: Node) -> Node | None:
