@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from nest_eval import evaluate
 
-from weft.inductor.codegen import kernel, kernel_plan
+from weft.inductor.codegen import kernel, kernel_plan, shared_columns
 from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.loop_ir.ir import Buffer, Nest
 from weft.inductor.loop_ir.verify import verify_nest
@@ -27,10 +27,13 @@ SEARCH = settings(
 
 @contextlib.contextmanager
 def planned_with(**constants: Any) -> Iterator[None]:
-    """Inside, kernels are planned with these constants of ``kernel_plan``; kernels are not kept."""
+    """Inside, kernels are planned with these constants of ``kernel_plan`` and ``shared_columns``; kernels are not kept."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            patch.setattr(kernel_plan, name, value)
+            modules = [module for module in (kernel_plan, shared_columns) if hasattr(module, name)]
+            assert modules, name
+            for module in modules:
+                patch.setattr(module, name, value)
         kernel._generate_canonical.cache_clear()
         yield
     kernel._generate_canonical.cache_clear()

@@ -89,3 +89,20 @@ def axis_order(nest: Nest, accesses: list[Access], axes: frozenset[int]) -> list
         order.remove(inner)
         order.append(inner)
     return order
+
+
+def transposed_axis(nest: Nest, accesses: list[Access], inner: int) -> int | None:
+    """Another axis that much memory is contiguous along, while it is strided along ``inner``."""
+    votes: dict[int, float] = {}
+    for index, weight, *_ in accesses:
+        axis = contiguous_axis(nest, index)
+        # A stride of 0 along `inner` is a broadcast: no traffic along it, so nothing to gain from a tile.
+        if axis is not None and axis != inner and index.stride(inner) not in (0, 1):
+            votes[axis] = votes.get(axis, 0.0) + weight
+    rival = max(votes, key=lambda axis: (votes[axis], axis), default=None)
+    # For less of the traffic than that, strided access costs less than a transpose through shared memory.
+    if rival is None or votes[rival] * 16 < sum(access.bytes for access in accesses):
+        return None
+    # 8 float32 elements are one 32-byte sector: along shorter axes a tile gains little.
+    small = min(size_hint(nest.sizes[rival]), size_hint(nest.sizes[inner]))
+    return rival if small >= 8 else None

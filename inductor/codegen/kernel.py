@@ -24,6 +24,7 @@ from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.codegen.mask_splitting import split_at_mask_boundaries
 from weft.inductor.codegen.reduction_forms import choose_reduction_forms
 from weft.inductor.codegen.register_tiling import plan_register_tiles
+from weft.inductor.codegen.shared_columns import split_rows
 from weft.inductor.codegen.triton_text import argument_type, indented, parameter_list, pointer_type, write_kernel
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.graph.serializable import serializable
@@ -111,7 +112,7 @@ def _generate_canonical(
     types = {f"b{k}": dtype for k, dtype in enumerate(dtypes)}
     # Splitting comes first, as it changes the sizes to plan for. The final forms of reductions decide how many
     # accumulators there are, so registers are counted after them.
-    nest = split_at_mask_boundaries(nest)
+    nest = split_rows(split_at_mask_boundaries(nest), types, multiprocessors)
     layout = plan_kernel(nest, types, multiprocessors)
     nest = choose_reduction_forms(nest, layout)
     layout = plan_register_tiles(layout, nest, types)

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from weft.errors import UnsupportedNest
-from weft.inductor.codegen.axis_order import Access, accesses_by_bytes, axis_order, contiguous_axis, point_count
+from weft.inductor.codegen.axis_order import Access, accesses_by_bytes, axis_order, point_count, transposed_axis
 from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.kernel_source import registers_per_thread
 from weft.inductor.codegen.live_values import depths, live_across_reductions
@@ -42,6 +42,7 @@ from weft.inductor.codegen.row_tiles import (
     streamed_tile,
     tile_of_rows,
 )
+from weft.inductor.codegen.shared_columns import TILE_OF_COLUMNS, WRAPPED_ROWS, WRAPPED_TILE, shared_columns, wraps
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Nest
@@ -56,8 +57,7 @@ _PIPELINE_BYTES = 192 * 1024
 _OCCUPANCY_WARPS = 32  # resident warps of a multiprocessor, with the registers that streamed column sums need
 _MAX_BYTES_PER_THREAD = 192  # that a thread loads and stores for 16 elements; with more it has 8
 _STREAMED_COLUMNS = 1024, 512  # columns of a program that computes, stores and sums them; the first that divides a row
-_FEWEST_VECTORS = 3  # of columns, for which a tile of rows is worth its arithmetic
-_TILE_OF_COLUMNS, _WARPS_OF_COLUMNS = 4096, 8  # elements of such a tile, and warps of a program
+_WARPS_OF_COLUMNS = 8  # of a program that computes a tile of rows with vectors of columns
 _COLUMN_TILE = 1024  # elements of a tile of whole columns, at least: one of 128 is mostly launch and addresses
 _INT32 = 2**31
 _THREADS = 32  # of a warp
@@ -215,13 +215,13 @@ def _clamped(block: int, size: Int) -> int:
 
 def _pointwise(nest: Nest, accesses: list[Access], multiprocessors: int) -> KernelPlan:
     order = axis_order(nest, accesses, frozenset(range(len(nest.sizes))))
-    rival = _transposed(nest, accesses, order[-1]) if order else None
+    rival = transposed_axis(nest, accesses, order[-1]) if order else None
     if rival is not None:
         return _two_dimensional(nest, accesses, order, rival, multiprocessors)
     # A single point: scalars only, one thread at work in one warp.
     if not order:
         return KernelPlan("pointwise", (), 1, multiprocessors)
-    if columns := _shared_columns(nest, accesses, order, multiprocessors):
+    if columns := shared_columns(nest, accesses, order, multiprocessors):
         return _rows_of_columns(nest, order, columns, multiprocessors)
     total = point_count(nest, order)
     # Small tensors get smaller blocks, down to 128, so that each multiprocessor has one to two programs.
@@ -232,26 +232,12 @@ def _pointwise(nest: Nest, accesses: list[Access], multiprocessors: int) -> Kern
     return KernelPlan("pointwise", (dim,), warps, multiprocessors)
 
 
-def _shared_columns(nest: Nest, accesses: list[Access], order: list[int], multiprocessors: int) -> int:
-    """How many columns a tile has where all rows read several vectors of columns (a batch norm's); else 0.
-
-    In a block of consecutive elements each thread would load all vectors again for each element: they come from the L1
-    cache, but take more instructions than the tensor itself.
-    """
-    inner = order[-1]
-    width = nest.sizes[inner]
-    vectors = [access for access in accesses if access.loaded and access.index.axes == {inner}]
-    if len(vectors) < _FEWEST_VECTORS or len(order) < 2 or not isinstance(width, int) or width < 16:
-        return 0
-    # Tiles of all rows must fill the GPU.
-    if point_count(nest, order) < 2 * multiprocessors * _TILE_OF_COLUMNS:
-        return 0
-    # Of the widths that leave fewest columns empty the widest.
-    return min((128, 64, 32, 16), key=lambda columns: (-(-width // columns) * columns, -columns))
-
-
 def _rows_of_columns(nest: Nest, order: list[int], columns: int, multiprocessors: int) -> KernelPlan:
-    rows = _TILE_OF_COLUMNS // columns
+    if wraps(nest, order, columns):
+        rows = WRAPPED_ROWS
+        dims = (_dim(nest, "y", order[:-2], "grid", rows), _dim(nest, "x", order[-2:], "grid", WRAPPED_TILE))
+        return KernelPlan("pointwise", dims, _warps(rows * WRAPPED_TILE), multiprocessors)
+    rows = TILE_OF_COLUMNS // columns
     dims = (_dim(nest, "y", order[:-1], "grid", rows), _dim(nest, "x", order[-1:], "grid", columns))
     return KernelPlan("pointwise", dims, _WARPS_OF_COLUMNS, multiprocessors)
 
@@ -262,23 +248,6 @@ def _elements_of_thread(accesses: list[Access]) -> int:
     # Registers hold what was loaded until it is stored. What is one number for all points is held once.
     moved = sum(access.itemsize for access in accesses if access.index.axes)
     return 16 if 16 * moved <= _MAX_BYTES_PER_THREAD else 8
-
-
-def _transposed(nest: Nest, accesses: list[Access], inner: int) -> int | None:
-    """Another axis that much memory is contiguous along, while it is strided along ``inner``."""
-    votes: dict[int, float] = {}
-    for index, weight, *_ in accesses:
-        axis = contiguous_axis(nest, index)
-        # A stride of 0 along `inner` is a broadcast: no traffic along it, so nothing to gain from a tile.
-        if axis is not None and axis != inner and index.stride(inner) not in (0, 1):
-            votes[axis] = votes.get(axis, 0.0) + weight
-    rival = max(votes, key=lambda axis: (votes[axis], axis), default=None)
-    # For less of the traffic than that, strided access costs less than a transpose through shared memory.
-    if rival is None or votes[rival] * 16 < sum(access.bytes for access in accesses):
-        return None
-    # 8 float32 elements are one 32-byte sector: along shorter axes a tile gains little.
-    small = min(size_hint(nest.sizes[rival]), size_hint(nest.sizes[inner]))
-    return rival if small >= 8 else None
 
 
 def _two_dimensional(

@@ -284,8 +284,10 @@ def _reached(node: Node) -> float:
 
 def _reached_by_elements(node: Node, kernel: KernelCall) -> float:
     """As :func:`_reached`, of a pointwise kernel."""
+    if len(kernel.generated.blocks) < 2 or kernel.bytes < _L2_BYTES:
+        return 1.0
     size, block = kernel.generated.blocks[0]
-    if len(kernel.generated.blocks) < 2 or size == block or kernel.bytes < _L2_BYTES:
+    if size == block:
         return 1.0
     return _NARROW_REACH.get(block * tensors_of(node)[0].dtype.itemsize, 1.0)
 

@@ -19,7 +19,7 @@ f32 = torch.float32
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    with planned_with(LOOP_TILE=256, _TILE_OF_COLUMNS=128):
+    with planned_with(LOOP_TILE=256, TILE_OF_COLUMNS=128):
         yield
 
 

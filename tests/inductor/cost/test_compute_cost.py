@@ -390,23 +390,31 @@ def test_scattered_sums_cost_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "images", "measured"), [(144, 128, 124), (240, 32, 56), (96, 512, 269), (192, 128, 119)]
+    ("rows", "channels", "measured"),
+    [(401_407, 144, 124), (100_351, 240, 56), (1_605_631, 96, 269), (401_407, 192, 119)],
 )
-def test_kernels_that_read_parts_of_rows_cost_what_was_measured(channels: int, images: int, measured: float) -> None:
-    """Normalisation by channel, channels innermost, of images of 56 x 56: 144 channels are read 16 at a time."""
+def test_kernels_that_read_parts_of_rows_cost_what_was_measured(rows: int, channels: int, measured: float) -> None:
+    """Normalisation by channel: 144 channels are read 16 at a time where the number of rows is odd."""
 
     def step(x: torch.Tensor, y: torch.Tensor, *of_channels: torch.Tensor) -> torch.Tensor:
-        mean, deviation, weight, bias = (each[:, None, None] for each in of_channels)
+        mean, deviation, weight, bias = of_channels
         return ((x - mean) * deviation * weight + bias + y).to(torch.bfloat16)
 
     with weft.fake_world(1):
-        batch = [torch.empty(images, channels, 56, 56, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        batch = [each.to(memory_format=torch.channels_last) for each in batch]
+        batch = [torch.empty(rows, channels, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         graph = weft.capture(step, *batch, *(torch.empty(channels, device="cuda") for _ in range(4)))
         kernels = kernel_graph(run_passes(graph, KERNEL_PASSES)).graph.nodes
         found = [COSTS.seconds(node) for node in kernels if isinstance(node.target, KernelCall)]
     assert len(found) == 1
     assert found[0] * 1e6 == pytest.approx(measured, rel=0.1)
+
+
+def test_a_kernel_of_one_point_takes_the_time_of_a_launch() -> None:
+    with weft.fake_world(1):
+        graph = weft.capture(lambda x: x * 2, torch.empty((), device="cuda"))
+        kernels = kernel_graph(run_passes(graph, KERNEL_PASSES)).graph.nodes
+        (found,) = [COSTS.seconds(node) for node in kernels if isinstance(node.target, KernelCall)]
+    assert found == pytest.approx(H200.launch_latency, rel=1e-3)
 
 
 def test_a_large_product_has_the_rate_of_large_products() -> None:
