@@ -27,7 +27,7 @@ SEARCH = settings(
 
 @contextlib.contextmanager
 def planned_with(**constants: Any) -> Iterator[None]:
-    """Inside, kernels are planned with these constants of ``kernel_plan`` and ``shared_columns``; kernels are not kept."""
+    """Inside, kernels are planned with these constants of ``kernel_plan``, ``shared_columns``, and are not kept."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             modules = [module for module in (kernel_plan, shared_columns) if hasattr(module, name)]

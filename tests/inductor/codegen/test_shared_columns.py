@@ -23,7 +23,7 @@ def few_elements_fill_the_gpu() -> Iterator[None]:
 
 
 def normalised(x: Value, *outside: int) -> Value:
-    """What a batch norm computes of an element, with its vectors of columns. ``outside``: strides of 0 for outer axes."""
+    """What a batch norm computes of an element. ``outside``: strides of its vectors along outer axes."""
     mean, scale, weight, bias = (load(name, *outside, 0, 1) for name in VECTORS)
     return op("add", op("mul", op("mul", op("sub", x, mean), scale), weight), bias)
 
