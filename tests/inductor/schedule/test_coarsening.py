@@ -37,7 +37,7 @@ def groups_of(task_graph: TaskGraph, span: float) -> list[list[str]]:
     return [[task_graph.tasks[task].name for task in group] for group in groups if len(group) > 1]
 
 
-@settings(max_examples=examples(ci=300, exploring=20_000), deadline=None)
+@settings(max_examples=examples(ci=150, exploring=20_000), deadline=None)
 @given(seeds, st.sampled_from([0.0, 3.0, 10.0, 1e9]))
 def test_an_expanded_order_runs_in_the_time_of_its_groups_and_within_their_peak(seed: int, span: float) -> None:
     rng = random.Random(seed)
@@ -129,7 +129,7 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_groups")
-@settings(max_examples=examples(ci=150, exploring=5_000), deadline=None)
+@settings(max_examples=examples(ci=50, exploring=5_000), deadline=None)
 @given(seeds, st.floats(0.0, 1.0))
 def test_orders_found_in_groups_keep_the_limit_and_are_no_slower_than_the_given(seed: int, part: float) -> None:
     task_graph = random_task_graph(random.Random(seed), 20)
