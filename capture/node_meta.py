@@ -70,7 +70,7 @@ META_KEYS: tuple[MetaKey, ...] = (
     MetaKey("scalar_in_memory", (tuple,), Inherit.DROPPED, "(name, index): the tensor that also holds this number"),
     MetaKey("fused_ops", (int,), Inherit.DROPPED, "ATen operations that a generated kernel is the first to compute"),
     MetaKey("capture_order", (int,), Inherit.COPIED, "position of a collective among the captured collectives"),
-    MetaKey("agreed_rows", (str,), Inherit.COPIED, "of a collective: hash of what ranks compute alike of some rows"),
+    MetaKey("agreed_rows", (str,), Inherit.COPIED, "of a collective: hash of row-wise operations that ranks share"),
     MetaKey("members", (tuple,), Inherit.MERGED, "positions of the captured collectives that it carries", _joined),
     MetaKey("param_names", (tuple,), Inherit.MERGED, "names of the parameters that a collective moves", _joined),
     MetaKey("regathers", (int,), Inherit.MERGED, "all-gathers of a bucket that repeat an earlier all-gather", sum),

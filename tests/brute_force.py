@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from weft.inductor.cost.simulate import LiveMemory, Machine
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
+from weft.inductor.schedule.precedence import precedence
 
 
 def least_seconds(task_graph: TaskGraph, memory_limit: int | None = None, at_most: float = math.inf) -> float:
@@ -135,6 +136,15 @@ def random_task_graph(rng: random.Random, most_tasks: int = 9) -> TaskGraph:
             made.readers += (at,)
             values.append((at, made))
     return TaskGraph(tasks, storages, base=rng.randint(0, 3))
+
+
+def random_order(rng: random.Random, task_graph: TaskGraph) -> list[int]:
+    """A valid order, each task drawn from those that lack nothing."""
+    needs = precedence(task_graph).needs
+    order: list[int] = []
+    while len(order) < len(needs):
+        order.append(rng.choice([at for at, of in enumerate(needs) if at not in order and set(of) <= set(order)]))
+    return order
 
 
 def _follows(task_graph: TaskGraph) -> list[int]:

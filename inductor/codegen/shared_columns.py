@@ -5,10 +5,11 @@ cache, but take more instructions than the tensor itself. So a program has a til
 part of the vectors once.
 
 A tile is a power of two wide. Of rows of 144 elements it has 16, a warp reads 16 rows in pieces of 32 bytes, and the
-kernel reaches 0.68 of a copy's rate. But several rows in a row are one piece of memory: 16 rows of 144 elements are
-nine tiles of 256. So tiles *wrap*: the axis of rows is split (:func:`split_rows`), and tiles go along its inner part
-and the columns together. Measured on an H200 (two bfloat16 tensors read, one written, seven vectors): 144 columns 124
-to 92 us, 240 columns 56 to 46, 96 columns 248 to 226, 672 columns 116 to 107; a copy takes 85, 40, 216 and 98.
+kernel reaches 0.68 of a copy's rate. But consecutive rows are one piece of memory: 16 rows of 144 elements are nine
+tiles of 256. So tiles *wrap* around the ends of rows: the axis of rows is split (:func:`split_rows`), and tiles go
+along its inner part and the columns together. Measured on an H200 (two bfloat16 tensors read, one written, seven
+vectors): 144 columns 124 to 92 us, 240 columns 56 to 46, 96 columns 248 to 226, 672 columns 116 to 107; a copy takes
+85, 40, 216 and 98.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def split_rows(nest: Nest, dtypes: Mapping[str, torch.dtype], multiprocessors: i
     if not columns or not isinstance(size, int) or not _is_narrow(width, columns):
         return nest
     count = _wrapped_rows(width)
-    # A row that does not follow the one before it, or begins a place earlier, is no piece of memory with it.
+    # Rows with gaps, and rows that overlap, are no contiguous memory.
     follows = all(
         access.index.stride(rows) == width and access.index.stride(inner) == 1
         for access in accesses

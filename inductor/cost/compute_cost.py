@@ -59,8 +59,8 @@ _COMPARISON = 60
 # kernels in the steps of 25 models (an H200, torch 2.11). Fitted without any one of the models they are 0.67 to 0.83,
 # 0.62 to 0.65 and 0.61 to 0.66; the wide range of rows is one kernel that gathers. Pointwise kernels reach 1.0.
 _REACHED = {"row": 0.82, "column": 0.63, "mixed": 0.64}
-# And pointwise kernels whose programs read parts of rows, by the bytes of a part: rows of 144 elements are read in
-# parts of 16. Of tensors beyond the L2 cache; 13 and 16 kernels of EfficientNet and MobileNetV3 (one H200, torch 2.11).
+# The same for pointwise kernels whose programs read parts of rows (16 of 144 elements), by the bytes of a part, where
+# tensors exceed the L2 cache. Means of 13 and 16 kernels of EfficientNet and MobileNetV3 (one H200, torch 2.11).
 _NARROW_REACH = {32: 0.68, 64: 0.82}
 _L2_BYTES = 60 << 20
 _MANY_TENSORS_REACH = 0.92
@@ -276,13 +276,13 @@ def _reached(node: Node) -> float:
     """The part of the bandwidth of a large copy that a node reaches."""
     target = node.target
     if isinstance(target, KernelCall):
-        return _REACHED.get(target.generated.source.shape) or _reached_by_elements(node, target)
+        return _REACHED.get(target.generated.source.shape) or _reached_pointwise(node, target)
     if isinstance(target, SharedScatter):
         return _SHARED_SCATTER_REACH
     return _MANY_TENSORS_REACH if isinstance(target, (MultiTensor, Launcher)) else 1.0
 
 
-def _reached_by_elements(node: Node, kernel: KernelCall) -> float:
+def _reached_pointwise(node: Node, kernel: KernelCall) -> float:
     """As :func:`_reached`, of a pointwise kernel."""
     if len(kernel.generated.blocks) < 2 or kernel.bytes < _L2_BYTES:
         return 1.0

@@ -58,14 +58,14 @@ aten = torch.ops.aten
 _LINEAR = ("sum", "avg")
 # Orders of dimensions that a part has in other places.
 _OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
-# What a reduce-scatter and an all-gather take longer than an all-reduce, a pair and a byte that a rank receives, and
-# how fast kernels read and write memory. Fitted to predicted steps of a Llama of width 4,096 on 2, 4 and 8 H200, at
-# all-reduces of 8 to 64 MiB: the pass gains where it is applied, or loses at most 0.3% of a step.
+# How much longer a reduce-scatter and an all-gather take than an all-reduce, per pair and per byte that a rank
+# receives; and the memory bandwidth of kernels. Fitted to predicted steps of a Llama of width 4,096 on 2, 4 and 8
+# H200, with all-reduces of 8 to 64 MiB: the pass gains where it is applied, or loses at most 0.3% of a step.
 SECONDS_PER_PAIR = 7e-6
 SECONDS_PER_BYTE = 0.6e-6 / (1 << 20)
 MEMORY_BYTES_PER_SECOND = 4e12
-# What kernels save must be this many times what collectives lose: collectives are predicted to 20%. On two GPUs, where
-# kernels save half of little, all-reduces stay.
+# The time that kernels save must be this many times the time that collectives lose, because times of collectives are
+# predicted to 20%. On two GPUs kernels save too little.
 LEAST_GAIN = 1.5
 # How much all-reduces of sums over rows may add to what is sent, which else stays the same.
 MOST_ADDED_BYTES = 0.01

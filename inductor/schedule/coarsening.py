@@ -1,12 +1,12 @@
-"""Coarsening of a task graph: computation that is alike to all collectives is scheduled in groups.
+"""Coarsening of a task graph: groups of computations are scheduled as one task each.
 
-A step of eighty layers has five thousand kernels beside sixty calls of collectives, and the search for an order takes
-time linear in the tasks. Most choices between kernels change nothing: two computations are *alike* if the same WAITs
-come before both and the same STARTs come after both. Exchanging them lets no collective start sooner and lets nothing
-wait for less. So alike computations that follow each other closely in the order of the graph become one task.
+A step of eighty layers has five thousand kernels and sixty calls of collectives, and the search for an order takes time
+linear in the tasks. Two computations are *alike* if the same WAITs come before both and the same STARTs come after
+both. To exchange them lets no collective start sooner and shortens no stall. So alike computations that follow each
+other closely in the order of the graph become one task.
 
-What is lost is bounded by the span of a group: a stall is filled with whole groups, and a group is counted with all
-that its tasks read until its last task has run.
+What is lost is bounded by the span of a group: a stall is filled with whole groups, and all that a group's tasks read
+counts as live until its last task has run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from weft.inductor.cost.simulate import StorageUses
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
-from weft.inductor.schedule.contraction import Contraction
+from weft.inductor.schedule.contraction import Contraction, storage_of_groups
 from weft.inductor.schedule.precedence import precedence
 
 
@@ -36,7 +36,7 @@ def coarsen(task_graph: TaskGraph, span: float) -> Contraction:
     tasks = task_graph.tasks
     starts = {at for at, task in enumerate(tasks) if task.kind is Kind.START}
     clock, groups = 0.0, list[list[int]]()
-    opened: dict[tuple[int, int], tuple[list[int], float]] = {}  # by what is alike: the last group, when it begins
+    opened: dict[tuple[int, int], tuple[list[int], float]] = {}  # by WAITs and STARTs: the last group, its begin (s)
     for at, (task, alike) in enumerate(zip(tasks, _alike(task_graph), strict=True)):
         # An element of a coalesced result is no computation: WAITs find their START through it.
         if task.kind in (Kind.START, Kind.WAIT) or not starts.isdisjoint(task.needs):
@@ -76,7 +76,7 @@ def _alike(task_graph: TaskGraph) -> list[tuple[int, int]]:
 
 def _merged(task_graph: TaskGraph, groups: list[list[int]]) -> Contraction:
     """The task graph with one task per group, in a valid order."""
-    group_of = {task: at for at, group in enumerate(groups) for task in group}
+    group_of = _group_of(groups)
     needs = [
         # In the order of the tasks' needs: the first need of a WAIT leads to its START.
         list(dict.fromkeys(group_of[need] for task in group for need in task_graph.tasks[task].needs if need not in of))
@@ -89,21 +89,29 @@ def _merged(task_graph: TaskGraph, groups: list[list[int]]) -> Contraction:
         _joined([task_graph.tasks[task] for task in group], [place[need] for need in needs[at]])
         for group, at in zip(groups, order, strict=True)
     ]
-    group_of = {task: at for at, group in enumerate(groups) for task in group}
-    storages, inside = [], {at: list[int]() for at in range(len(groups))}
+    group_of = _group_of(groups)
+    storages, inside = [], [list[int]() for _ in groups]
     users = task_graph.derived(StorageUses).users
     for number, storage in enumerate(task_graph.storages):
         maker = group_of[storage.maker]
+        # Without users a storage is live until the end of the step.
         if users[number] and all(group_of[user] == maker for user in users[number]):
             inside[maker].append(number)
-            continue
-        readers = dict.fromkeys(group_of[reader] for reader in storage.readers)
-        readers.pop(maker, None)
-        storages.append(replace(storage, maker=maker, readers=tuple(readers)))
+        else:
+            storages.append(storage_of_groups(storage, group_of))
     for at, group in enumerate(groups):
         if inside[at]:
             storages.append(Storage(_beside_results(task_graph, group, inside[at]), at))
     return Contraction(replace(task_graph, tasks=tasks, storages=storages), groups)
+
+
+def _group_of(groups: Sequence[Sequence[int]]) -> list[int]:
+    """By task, its group."""
+    found = [0] * sum(map(len, groups))
+    for at, group in enumerate(groups):
+        for task in group:
+            found[task] = at
+    return found
 
 
 def _joined(tasks: Sequence[Task], needs: Sequence[int]) -> Task:

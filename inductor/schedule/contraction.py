@@ -8,28 +8,27 @@ they are and places the others only, see :func:`contract`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from weft.inductor.cost.task_graph import Kind, TaskGraph
+from weft.inductor.cost.task_graph import Kind, Storage, TaskGraph
 from weft.inductor.schedule.precedence import precedence
 
 
 @dataclass(eq=False)
 class Contraction:
-    """A contracted task graph.
+    """A task graph with fewer tasks, each of which stands for a group of tasks of another task graph.
 
     Attributes:
         task_graph: with one task per group.
-        groups: by task of ``task_graph``, the tasks that were merged into it, in order of position. The first of them
-            has the group's time and memory.
+        groups: by task of ``task_graph``, the tasks that were merged into it, in a valid order.
     """
 
     task_graph: TaskGraph
     groups: list[list[int]]
 
     def expanded(self, order: Iterable[int]) -> list[int]:
-        """An order of ``task_graph`` as an order of the task graph that was contracted, with the same time and peak."""
+        """The order of single tasks that an order of ``task_graph`` stands for. It takes the same time."""
         return [task for group in order for task in self.groups[group]]
 
 
@@ -41,9 +40,19 @@ def contract(task_graph: TaskGraph) -> Contraction:
     WAIT with an earlier WAIT for the same START, since the collective has ended then. All other needs have to be issued
     before that group begins. NO_TIME tasks without needs are one group, which can come before all others.
 
-    The contracted task graph has no pinned tasks: where the order of two is kept, one needs the other.
+    The first task of a group has the group's time and memory, so expanded orders have the same peak. The contracted
+    task graph has no pinned tasks: where the order of two is kept, one needs the other.
     """
     return _Contractor(task_graph).run()
+
+
+def storage_of_groups(storage: Storage, group_of: Sequence[int]) -> Storage:
+    """A storage as groups of tasks make and read it. ``group_of``: by task, its group."""
+    maker = group_of[storage.maker]
+    readers = dict.fromkeys(group_of[reader] for reader in storage.readers)
+    # A reader that was merged into the maker's group is issued with it, and extends no live range.
+    readers.pop(maker, None)
+    return replace(storage, maker=maker, readers=tuple(readers))
 
 
 class _Contractor:
@@ -78,13 +87,7 @@ class _Contractor:
             replace(self.task_graph.tasks[group[0]], needs=tuple(needs), pinned=False)
             for group, needs in zip(self.groups, self.needs, strict=True)
         ]
-        storages = []
-        for storage in self.task_graph.storages:
-            maker = self.group_of[storage.maker]
-            readers = dict.fromkeys(self.group_of[reader] for reader in storage.readers)
-            # A reader that was merged into the maker's group is issued with it, and extends no live range.
-            readers.pop(maker, None)
-            storages.append(replace(storage, maker=maker, readers=tuple(readers)))
+        storages = [storage_of_groups(storage, self.group_of) for storage in self.task_graph.storages]
         return Contraction(replace(self.task_graph, tasks=tasks, storages=storages), self.groups)
 
     def followed(self, at: int, kind: Kind, needs: dict[int, None]) -> int | None:

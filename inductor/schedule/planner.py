@@ -312,8 +312,8 @@ class _Planner:
         # Room for prefetched parameters: the largest balanced size of their buckets, though a bucket may be larger.
         # Prefetching holds the gathered bucket before its first use, which the low-memory order never does.
         self.reserve = int(max((size for size in prefetched if size < math.inf), default=0))
-        # The estimate of what has to be gathered again assumes the low-memory order. What prefetching holds on top of
-        # it is `reserve`.
+        # The estimate of what has to be gathered again assumes the low-memory order, and the transports that single
+        # collectives get. What prefetching holds on top of it is `reserve`.
         library_casts(choose_transports(whole, cluster, **self.transport_rules))
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from brute_force import random_task_graph
+from brute_force import random_order, random_task_graph
 from exploration import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,18 +17,9 @@ from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.schedule import search_order as search_order_module
 from weft.inductor.schedule.coarsening import coarsen
 from weft.inductor.schedule.contraction import contract
-from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.search_order import search_order
 
 seeds = st.integers(0, 1 << 32)
-
-
-def random_order(rng: random.Random, task_graph: TaskGraph) -> list[int]:
-    needs = precedence(task_graph).needs
-    order: list[int] = []
-    while len(order) < len(needs):
-        order.append(rng.choice([at for at, of in enumerate(needs) if at not in order and set(of) <= set(order)]))
-    return order
 
 
 def groups_of(task_graph: TaskGraph, span: float) -> list[list[str]]:

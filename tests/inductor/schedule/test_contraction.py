@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from brute_force import least_peak, least_seconds, random_task_graph
+from brute_force import least_peak, least_seconds, random_order, random_task_graph
 from exploration import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from synthetic_steps import fsdp
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.schedule.contraction import contract
-from weft.inductor.schedule.precedence import precedence
 
 seeds = st.integers(0, 1 << 32)
 
@@ -54,14 +53,6 @@ def with_instant_tasks(rng: random.Random) -> TaskGraph:
     if rng.random() < 0.7:
         tasks.append(Task("last", Kind.COMPUTE, (len(tasks) - 1,), 1.0))
     return TaskGraph(tasks, storages, base=drawn.base)
-
-
-def random_order(rng: random.Random, task_graph: TaskGraph) -> list[int]:
-    needs = precedence(task_graph).needs
-    order: list[int] = []
-    while len(order) < len(needs):
-        order.append(rng.choice([at for at, of in enumerate(needs) if at not in order and set(of) <= set(order)]))
-    return order
 
 
 @settings(max_examples=examples(ci=200, exploring=5_000), deadline=None)
