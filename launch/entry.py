@@ -6,6 +6,7 @@ import sys
 
 import weft
 from weft.errors import WeftError
+from weft.launch.leave import leave, status_of
 
 
 def main() -> None:
@@ -21,4 +22,8 @@ def main() -> None:
             from weft.launch.cli import main as run
     except WeftError as error:
         sys.exit(f"weft: {error}")
-    run()
+    try:
+        run()
+    except SystemExit as error:
+        leave(status_of(error))
+    leave(0)

@@ -8,13 +8,13 @@ through all objects that training has made, for a second or several, and destroy
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import signal
 import sys
-import threading
 import types
+
+from weft.launch.leave import leave, status_of
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
             code = compile(file.read(), script, "exec", dont_inherit=True)
         exec(code, module.__dict__)
     except SystemExit as error:
-        status = _status_of(error)
+        status = status_of(error)
     except BaseException as error:  # noqa: BLE001 - the rank ends with it
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -40,26 +40,7 @@ def main() -> None:
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     signals = sys.modules.get("weft.distributed.stop_signal")
     if status or (signals is not None and signals.stopped()):
-        _leave(status)
-
-
-def _status_of(error: SystemExit) -> int:
-    """The status with which Python ends for an error."""
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-def _leave(status: int) -> None:
-    """End the process as Python does, but for what becomes of its objects."""
-    try:
-        vars(threading)["_shutdown"]()  # waits for threads that are no daemons, and ends executors
-        vars(atexit)["_run_exitfuncs"]()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(status)
+        leave(status)
 
 
 if __name__ == "__main__":

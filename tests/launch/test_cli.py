@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -77,7 +76,7 @@ def test_a_choice_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_mistake_that_weft_knows_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "calibrate", lambda: load_cluster("h300x8"))
+    monkeypatch.setattr("weft.launch.calibrate.calibrate", lambda: load_cluster("h300x8"))
     with pytest.raises(SystemExit, match=r"^weft: cluster='h300x8' is not known"):
         main(["calibrate"])
 
@@ -94,14 +93,42 @@ def test_what_was_measured_stands_beside_what_ships() -> None:
     assert any("between nodes: 45 GB/s" in line for line in lines)
 
 
-def test_it_is_a_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+CONSOLE_SCRIPT = """
+import atexit, os, sys
+import {module}
+
+class Loud:
+    def __del__(self):
+        os.write(1, b"collected")
+
+loud = Loud()
+atexit.register(print, "at exit")
+{module}.{name}()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "printed"),
+    [
+        (["--help"], 0, "calibrate"),
+        (["plan", "--help"], 0, "--world-size"),
+        (["plam"], 2, "weft"),
+        (["plan", "absent.py", "--world-size", "2"], 1, "absent.py"),
+    ],
+)
+def test_the_console_script_ends_with_the_status_and_without_looking_through_its_objects(
+    arguments: list[str], status: int, printed: str
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["weft"].partition(":")
-    monkeypatch.setattr(sys, "argv", ["weft", "--help"])
-    with pytest.raises(SystemExit) as end:
-        getattr(importlib.import_module(module), name)()
-    assert end.value.code == 0
-    assert "calibrate" in capsys.readouterr().out
+    script = CONSOLE_SCRIPT.format(module=module, name=name)
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == status, run.stderr
+    assert printed in run.stdout + run.stderr
+    assert "at exit" in run.stdout
+    assert "collected" not in run.stdout
 
 
 @pytest.mark.gloo
