@@ -10,13 +10,13 @@ The constants were fitted to 54 shapes on an H200 with cuDNN 9 (26 November 2026
 of work, so they hold for other GPUs as far as those have the same ratio of exponentials to matrix operations.
 
 The memory-efficient kernels, which torch takes where there is a mask or a bias, have constants of their own: fitted to
-10 shapes in bfloat16 and 7 in float32, each without a bias, with one, and with one that is learnt (H200, 27 November
-2026, torch 2.11). Errors have a standard deviation of 15%; in float32, short sequences forward are priced 40% too high.
+192 shapes, each without a bias, with one, and with one that is learnt (H200, 29 November 2026, torch 2.11): heads of
+32, 64 and 128, 49 to 2,048 tokens, 96 and 768 heads, bfloat16 and float32. Errors have standard deviations of 8 to 11%.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The part of the longest program that runs after the others have ended, where programs are not equally long.
 _TAIL = 0.75
@@ -34,7 +34,9 @@ class AttentionPass:
             gradient for their row sums, fills a float32 gradient of the queries with zeros, adds to it (a read and a
             write), and converts it to 16 bits: 2 + 2 + 4 + 8 + 4 + 2.
         extra_kernels: number of those kernels.
-        rows: of queries (forward) or keys (backward) per program, and of a block.
+        rows: of queries (forward) or keys (backward) per program.
+        block: keys (forward) or queries (backward) that a program visits at a time.
+        resident: programs that share a multiprocessor.
     """
 
     gemms: int
@@ -43,16 +45,43 @@ class AttentionPass:
     extra_bytes: int = 0
     extra_kernels: int = 0
     rows: int = 128
+    block: int = 128
+    resident: int = 1
 
 
 FORWARD = AttentionPass(gemms=2, ends=192, narrowest=88)
 BACKWARD = AttentionPass(gemms=5, ends=128, narrowest=84, extra_bytes=22, extra_kernels=2)
-EFFICIENT_FORWARD = AttentionPass(gemms=2, ends=128, narrowest=80, rows=64)
-EFFICIENT_BACKWARD = AttentionPass(gemms=5, ends=64, narrowest=80, rows=64)
-# The rate of memory-efficient kernels as a part of that of large GEMMs, for elements of 2 bytes and of 4; and the part
-# of it that is left with a bias.
-_EFFICIENT_RATES = {EFFICIENT_FORWARD: {2: 0.21, 4: 1.05}, EFFICIENT_BACKWARD: {2: 0.17, 4: 0.88}}
-_WITH_BIAS = {EFFICIENT_FORWARD: 0.77, EFFICIENT_BACKWARD: 0.85}
+
+
+@dataclass(frozen=True)
+class EfficientKernel:
+    """What differs between the memory-efficient kernels, forward and backward, of two element sizes.
+
+    Attributes:
+        narrow, wide: of heads of at most 64 elements, and of wider ones.
+        rate: as a part of that of large GEMMs.
+        biased: the part of the rate that is left where a bias or a mask is added to the scores.
+        learnt: the part of that which is left where backward computes the gradient of the bias.
+    """
+
+    narrow: AttentionPass
+    wide: AttentionPass
+    rate: float
+    biased: float
+    learnt: float = 1.0
+
+
+def _kernel(narrow: AttentionPass, rate: float, biased: float, learnt: float = 1.0, **wide: int) -> EfficientKernel:
+    return EfficientKernel(narrow, replace(narrow, block=128, resident=1, **wide), rate, biased, learnt)
+
+
+# By whether it is backward, and bytes of an element.
+_EFFICIENT = {
+    (False, 2): _kernel(AttentionPass(2, ends=42, narrowest=85, rows=64, block=64, resident=2), 0.254, 0.732),
+    (False, 4): _kernel(AttentionPass(2, ends=24, narrowest=87, rows=64, block=64), 0.97, 0.87),
+    (True, 2): _kernel(AttentionPass(5, ends=0, narrowest=80, rows=64, block=64), 0.181, 0.903, 0.931, rows=128),
+    (True, 4): _kernel(AttentionPass(5, ends=16, narrowest=58, rows=64, block=64, resident=2), 0.73, 0.956, 0.966),
+}
 
 
 @dataclass(frozen=True)
@@ -100,12 +129,20 @@ def seconds(
     extra = _extra_seconds(LARGE, kind, bandwidth)
     # Attention so fast that its memory-bound kernels would take all the time is not described by these constants.
     large = max(operations(LARGE, kind.gemms) / rate - extra, extra)
-    fastest = _work(LARGE, kind, multiprocessors) / large
-    return _work(attention, kind, multiprocessors) / fastest + _extra_seconds(attention, kind, bandwidth)
+    fastest = _work(LARGE, kind, multiprocessors, backward=kind is BACKWARD) / large
+    work = _work(attention, kind, multiprocessors, backward=kind is BACKWARD)
+    return work / fastest + _extra_seconds(attention, kind, bandwidth)
 
 
 def efficient_seconds(
-    attention: AttentionShape, kind: AttentionPass, gemm_rate: float, itemsize: int, biased: bool, multiprocessors: int
+    attention: AttentionShape,
+    gemm_rate: float,
+    itemsize: int,
+    multiprocessors: int,
+    *,
+    backward: bool,
+    biased: bool,
+    learnt: bool,
 ) -> float:
     """Seconds of memory-efficient attention without launches.
 
@@ -113,9 +150,12 @@ def efficient_seconds(
         gemm_rate: operations per second of large GEMMs in the dtype.
         itemsize: bytes of an element.
         biased: whether a bias or a mask is added to the scores.
+        learnt: whether the gradient of the bias is computed.
     """
-    rate = gemm_rate * _EFFICIENT_RATES[kind][2 if itemsize <= 2 else 4] * (_WITH_BIAS[kind] if biased else 1)
-    return _work(attention, kind, multiprocessors) / rate
+    kernel = _EFFICIENT[backward, 2 if itemsize <= 2 else 4]
+    kind = kernel.narrow if attention.width <= 64 else kernel.wide
+    rate = gemm_rate * kernel.rate * (kernel.biased if biased else 1) * (kernel.learnt if learnt else 1)
+    return _work(attention, kind, multiprocessors, backward=backward) / rate
 
 
 def _extra_seconds(attention: AttentionShape, kind: AttentionPass, bandwidth: float) -> float:
@@ -123,26 +163,25 @@ def _extra_seconds(attention: AttentionShape, kind: AttentionPass, bandwidth: fl
     return each * attention.heads * attention.queries * attention.width / bandwidth
 
 
-def _work(attention: AttentionShape, kind: AttentionPass, multiprocessors: int) -> float:
+def _work(attention: AttentionShape, kind: AttentionPass, multiprocessors: int, *, backward: bool) -> float:
     """Operations that all multiprocessors could do in the time of the programs."""
     rows, others = attention.queries, attention.keys
-    if kind is BACKWARD:
+    if backward:
         rows, others = others, rows
-    size = kind.rows
-    programs = attention.heads * -(-rows // size)
+    programs = attention.heads * -(-rows // kind.rows)
     if not programs or not others:
         return 0.0
-    longest = -(-others // size) * size + kind.ends
-    length = -(-programs // multiprocessors) * longest
+    longest = -(-others // kind.block) * kind.block + kind.ends
+    length = -(-programs // (multiprocessors * kind.resident)) * kind.resident * longest
     if attention.causal:
-        visited = _blocks(attention, size) / -(-rows // size) * size + kind.ends
+        visited = _visited(attention, kind.block) / -(-rows // kind.block) + kind.ends
         length = min(length, max(programs / multiprocessors * visited + _TAIL * longest, longest))
-    return multiprocessors * length * 2 * size * kind.gemms * max(attention.width, kind.narrowest)
+    return multiprocessors * length * 2 * kind.rows * kind.gemms * max(attention.width, kind.narrowest)
 
 
-def _blocks(attention: AttentionShape, size: int) -> float:
-    """Blocks of pairs that causal attention visits in one head. Queries beyond the keys see all of them; keys beyond
-    the queries are seen by none."""
+def _visited(attention: AttentionShape, size: int) -> float:
+    """Keys that causal attention visits in one head, summed over blocks of so many queries; backward, queries over
+    blocks of keys. Queries beyond the keys see all of them; keys beyond the queries are seen by none."""
     across, along = -(-attention.queries // size), -(-attention.keys // size)
     square = min(across, along)
-    return square * (square + 1) / 2 + (across - square) * along
+    return (square * (square + 1) / 2 + (across - square) * along) * size

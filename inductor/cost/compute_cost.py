@@ -225,10 +225,17 @@ class ComputeCosts:
 
     def _efficient_attention_seconds(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
         """The same of the memory-efficient kernels."""
-        kind = attention_shapes.EFFICIENT_BACKWARD if backward else attention_shapes.EFFICIENT_FORWARD
-        dtype, biased = arguments["query"].dtype, arguments["attn_bias"] is not None
-        rate, shape = self._rate(dtype), self._attention(arguments, kind.gemms)
-        return attention_shapes.efficient_seconds(shape, kind, rate, dtype.itemsize, biased, self.gpu.multiprocessors)
+        dtype = arguments["query"].dtype
+        kind = attention_shapes.BACKWARD if backward else attention_shapes.FORWARD
+        return attention_shapes.efficient_seconds(
+            self._attention(arguments, kind.gemms),
+            self._rate(dtype),
+            dtype.itemsize,
+            self.gpu.multiprocessors,
+            backward=backward,
+            biased=arguments["attn_bias"] is not None,
+            learnt=backward and arguments["grad_input_mask"][3],
+        )
 
     def _attention_rate(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
         """Operations per second of large attention. The rates of a GPU are those of bfloat16; other dtypes scale like

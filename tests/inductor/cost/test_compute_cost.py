@@ -180,27 +180,31 @@ def test_attention_of_narrow_heads_and_short_sequences_costs_what_was_measured(
     assert [COSTS.seconds(node) * 1e6 for node in nodes] == pytest.approx([forward, backward], rel=0.12)
 
 
-# The same of the memory-efficient kernels, 27 November 2026: batch, heads, tokens, width, dtype, and whether there is a
-# bias, which is learnt.
+# The same of the memory-efficient kernels, 29 November 2026: batch, heads, tokens, width, dtype, and the bias.
 EFFICIENT_TIMES = [
-    ((64, 12, 197, 64, BF16, True), 192.0, 476.3),
-    ((64, 12, 197, 64, BF16, False), 140.0, 402.5),
-    ((8, 16, 1024, 64, BF16, True), 436.2, 1138.4),
-    ((2, 32, 2048, 128, BF16, False), 862.3, 2650.4),
-    ((8, 16, 512, 128, BF16, True), 193.6, 473.9),
-    ((8, 16, 1024, 64, torch.float32, True), 1315.5, 3030.1),
+    ((64, 12, 197, 64, BF16, "learnt"), 150.7, 420.1),
+    ((64, 12, 197, 64, BF16, "fixed"), 151.2, 392.8),
+    ((64, 12, 197, 64, BF16, "none"), 115.6, 360.9),
+    ((8, 12, 1024, 64, BF16, "learnt"), 303.3, 748.5),
+    ((8, 12, 2048, 128, BF16, "none"), 1211.7, 3821.6),
+    ((8, 12, 512, 128, BF16, "learnt"), 115.2, 325.2),
+    ((64, 12, 64, 32, BF16, "none"), 12.2, 21.1),
+    ((64, 12, 257, 128, BF16, "fixed"), 365.7, 1307.5),
+    ((8, 12, 1024, 64, torch.float32, "learnt"), 920.0, 2162.6),
+    ((64, 12, 128, 64, torch.float32, "none"), 119.5, 282.5),
+    ((64, 12, 577, 32, torch.float32, "fixed"), 2386.5, 5287.1),
 ]
 
 
 @pytest.mark.parametrize(("shape", "forward", "backward"), EFFICIENT_TIMES)
 def test_memory_efficient_attention_costs_what_was_measured(
-    shape: tuple[int, int, int, int, torch.dtype, bool], forward: float, backward: float
+    shape: tuple[int, int, int, int, torch.dtype, str], forward: float, backward: float
 ) -> None:
-    batch, heads, length, width, dtype, learnt = shape
+    batch, heads, length, width, dtype, added = shape
     one = torch.empty(batch, heads, length, width, dtype=dtype, device="meta")
-    bias = torch.empty(1, heads, length, length, dtype=dtype, device="meta") if learnt else None
+    bias = torch.empty(1, heads, length, length, dtype=dtype, device="meta") if added != "none" else None
     sums, seed = torch.empty(batch, heads, length, device="meta"), torch.empty((), dtype=torch.long, device="meta")
-    wanted = [True, True, True, learnt]
+    wanted = [True, True, True, added == "learnt"]
     nodes = [
         call(aten._scaled_dot_product_efficient_attention.default, one, one, one, bias, True, 0.0, False),
         call(
