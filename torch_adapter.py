@@ -292,6 +292,7 @@ def version_getter() -> Any:
 
 untraced: Any = torch._disable_dynamo  # makes a function run as it is under torch.compile, with all that it calls
 nn_functions = torch._C._nn  # the functions in C++ that those of torch.nn call
+custom_device_entry = torch._C, "_get_privateuse1_backend_name"  # what names the device that others may register
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -305,8 +306,7 @@ post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 register_listed_hooks = lambda tensor, hooks: setattr(tensor, "_post_accumulate_grad_hooks", hooks)
 address = operator.attrgetter("_cdata")  # of a tensor in C++; `swap_tensors` changes it, and leaves hooks behind
 python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for fakes comes before one in C++
-# Functions in C++ that are made of other operations, as matmul and linear, want sizes as integers, and have a rule in
-# Python for symbolic ones.
+# Composite functions in C++ (matmul, linear) want sizes as integers, and have a rule in Python for symbolic ones.
 COMPOSITES_WANT_INTEGERS = torch.__version__.startswith("2.11")
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
 

@@ -4,6 +4,7 @@
     python bench/coverage.py --family timm                            # one model of each family of timm
     python bench/coverage.py --family code                            # pieces of training code (training_code.py)
     python bench/coverage.py --report --out out/coverage.jsonl        # the table of what a file holds
+    python bench/coverage.py --gradients --family hf timm --out out/gradients.jsonl     # on a GPU, against float64
 
 Every case trains for three calls on a CPU, eagerly and compiled, from the same seeds. What the step returned and the
 state that it trained are compared. Each case ends in one of these outcomes:
@@ -15,7 +16,8 @@ state that it trained are compared. Each case ends in one of these outcomes:
     not run     the eager step failed, or the library is not installed
 
 One JSON line a case is written as soon as it is known; cases that the file holds already are not run again. Cases run
-in worker processes, which are replaced when they die or exceed the limit of time or memory.
+in worker processes, which are replaced when they die or exceed the limit of time or memory. With ``--gradients`` a case
+compares its gradients with float64's instead (``coverage_gradients.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import coverage_gradients
 import numpy as np
 import torch
 from coverage_case import Case
@@ -155,20 +158,20 @@ def _shown(error: BaseException) -> str:
 # ---- all cases
 
 
-def _worker(connection: Connection, family: str, threads: int) -> None:
+def _worker(connection: Connection, family: str, threads: int, gradients: bool) -> None:
     torch.set_num_threads(threads)
-    known = cases(family)
+    known, run = cases(family), coverage_gradients.run_case if gradients else run_case
     while (name := connection.recv()) is not None:
-        connection.send(run_case(known[name], connection.send))
+        connection.send(run(known[name], connection.send))
 
 
 class Worker:
     """A process that runs cases one after the other."""
 
-    def __init__(self, family: str, threads: int) -> None:
+    def __init__(self, family: str, threads: int, gradients: bool) -> None:
         self._connection, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_worker, args=(other, family, threads), daemon=True)
+        self._process = context.Process(target=_worker, args=(other, family, threads, gradients), daemon=True)
         self._process.start()
         other.close()
 
@@ -218,7 +221,7 @@ def measure(family: str, names: list[str], out: Path, options: argparse.Namespac
     def work() -> None:
         worker = None
         while (name := _next(waiting)) is not None:
-            worker = worker or Worker(family, options.threads)
+            worker = worker or Worker(family, options.threads, options.gradients)
             row, alive = worker.run(name, options.limit, options.memory)
             worker = worker if alive else None
             with writing:
@@ -282,6 +285,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=6, help="GiB that a worker process may hold")
     parser.add_argument("--threads", type=int, default=1, help="of each worker process")
     parser.add_argument("--workers", type=int, default=1, help="processes that run cases at the same time")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients with float64's")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)

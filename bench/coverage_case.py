@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 CALLS = 3
 
 
@@ -17,11 +19,15 @@ class Trained:
         step: called with one batch.
         batches: the batches of the calls.
         state: what the step trains, as a tree of tensors and plain values, read after the last call.
+        model: what the step trains, where that is one module.
+        loss: of one batch, by ``model``: what the step computes before its backward.
     """
 
     step: Callable[..., Any]
     batches: list[Any]
     state: Callable[[], Any]
+    model: torch.nn.Module | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
 
 
 Case = Callable[[], Trained]

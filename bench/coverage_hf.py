@@ -81,14 +81,17 @@ def _case(kind: str, architecture: str, name: str) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = [_batch(kind, model, torch.Generator().manual_seed(at)) for at in range(3)]
 
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch).loss
+
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**batch).loss
+        loss = loss_of(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return Trained(step, batches, lambda: dict(model.state_dict()))
+    return Trained(step, batches, lambda: dict(model.state_dict()), model, loss_of)
 
 
 def small_config(kind: Any) -> Any:

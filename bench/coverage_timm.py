@@ -40,16 +40,19 @@ def _case(name: str) -> Trained:
         (torch.randn(2, *size, generator=draw), torch.randint(0, CLASSES, (2,), generator=draw)) for _ in range(CALLS)
     ]
 
-    def step(batch: Any) -> torch.Tensor:
+    def loss_of(batch: Any) -> torch.Tensor:
         out = model(batch[0])
         out = out[0] if isinstance(out, tuple) else out
-        loss = F.cross_entropy(out, batch[1])
+        return F.cross_entropy(out, batch[1])
+
+    def step(batch: Any) -> torch.Tensor:
+        loss = loss_of(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    return Trained(step, batches, lambda: dict(model.state_dict()))
+    return Trained(step, batches, lambda: dict(model.state_dict()), model, loss_of)
 
 
 def _small(name: str) -> Any:

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -35,12 +36,12 @@ class Stress:
 
     Attributes:
         rounds: finished rounds of each worker.
-        wrong: what went wrong: the name of the worker and the error.
+        wrong: what went wrong: the name of the worker, and the error with its traceback and causes.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[str] = Counter()
-        self.wrong: list[tuple[str, Exception]] = []
+        self.wrong: list[str] = []
 
     def run(self, workers: dict[str, Round], seconds: float) -> None:
         """Repeat each worker's round in a thread of its own until the time is over."""
@@ -57,7 +58,7 @@ class Stress:
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()) + 120)
                 if thread.is_alive():
-                    self.wrong.append((thread.name, TimeoutError("still in its round after 120 s")))
+                    self.wrong.append(f"{thread.name}: still in its round after 120 s")
         finally:
             sys.setswitchinterval(interval)
 
@@ -67,7 +68,7 @@ class Stress:
             try:
                 worker(draw)
             except Exception as error:  # noqa: BLE001, reported with the name of the worker
-                self.wrong.append((name, error))
+                self.wrong.append(f"{name}: {''.join(traceback.format_exception(error))}")
             self.rounds[name] += 1
 
 
@@ -282,8 +283,8 @@ def main() -> int:
     stress.run(workers(), seconds)
     for name, count in sorted(stress.rounds.items()):
         print(f"{name}: {count} rounds")
-    for name, error in stress.wrong[:20]:
-        print(f"wrong in {name}: {type(error).__name__}: {error}")
+    for error in stress.wrong[:20]:
+        print(f"wrong in {error}")
     print(f"{sum(stress.rounds.values())} rounds, {len(stress.wrong)} wrong")
     dist.destroy_process_group()
     return bool(stress.wrong)

@@ -9,6 +9,7 @@ those from inside a tensor subclass. The functions of `torch.cuda` that scripts 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -196,6 +197,7 @@ def patch_devices(
     patches.attribute(torch.nn.Module, "cuda", lambda module, device=None: module.to(CPU))
     _patch_autocast(patches)
     patches.attribute(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    _patch_synchronized_batch_norm(patches)
     context = torch_adapter.device_context_type()
     patches.attribute(context, "__init__", _device_context_init(present(context, "__init__")))
     patches.function(*torch_adapter.gpu_context_entry(), nothing)
@@ -313,6 +315,21 @@ def _module_to(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(module, *args, **kwargs)
 
     return to
+
+
+def _patch_synchronized_batch_norm(patches: Patches) -> None:
+    """Let batch norms over ranks run, whose kernels (:mod:`weft.capture.fake.gpu_rules`) only GPUs have. They refuse
+    tensors that are neither on a GPU nor on the custom device that torch lets others register: to them it is the
+    CPU."""
+    owner, name = torch_adapter.custom_device_entry
+    device_name, asks = present(owner, name), torch.nn.SyncBatchNorm.forward.__code__
+
+    def name_of_device() -> str:
+        caller = sys._getframe(1)
+        callers = (caller, caller.f_back)  # the first is what finds the replacement of this thread
+        return "cpu" if any(each is not None and each.f_code is asks for each in callers) else device_name()
+
+    patches.function(owner, name, name_of_device)
 
 
 def _is_on_cpu(module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.fake.gpu_rules import GPU_RULES
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture
 from weft.torch_adapter import OpOverload
@@ -301,6 +302,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     **{op: _loss_backward(op) for op in _LOSSES},
     **{op: _broadcasting(op) for op in _BROADCASTING},
+    **GPU_RULES,
 }
 
 

@@ -26,6 +26,8 @@ _UNMARKED_WRITES = {
     aten.native_batch_norm.default: ("running_mean", "running_var"),
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
     aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+    aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),
+    aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
 }
 _RENAMED = {
     aten.normal_.default: aten.normal_functional.default,

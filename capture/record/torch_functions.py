@@ -127,9 +127,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return packed_function(func, args)
             if func in RECURRENT_FUNCTIONS and (recurrent := recurrent_function(func, args)) is not None:
                 return recurrent()
-            if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
-                # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
-                args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
+            if func in _CTC and len(args) >= 4:
+                # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have. Of
+                # lengths on the CPU for a loss on a GPU it does the same.
+                args = (*args[:2], *(_as_tensor(each, args[0].device) for each in args[2:4]), *args[4:])
             if func is torch.Tensor.__deepcopy__:
                 if not args[0].is_leaf:
                     return func(*args, **kwargs)  # which raises
@@ -219,11 +220,11 @@ def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.
     return made.requires_grad_() if requires_grad else made
 
 
-def _as_tensor(lengths: Any) -> torch.Tensor:
+def _as_tensor(lengths: Any, device: torch.device) -> torch.Tensor:
     if isinstance(lengths, torch.Tensor):
-        return lengths
+        return lengths.to(device)
     numbers = symbolic_numbers(lengths)
-    return _tensor_of(lengths, numbers, {}) if numbers else torch.tensor(lengths)
+    return (_tensor_of(lengths, numbers, {}) if numbers else torch.tensor(lengths)).to(device)
 
 
 def _with_tensors(index: Any, device: torch.device) -> Any:

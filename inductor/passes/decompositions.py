@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
-from weft.inductor.passes import im2col
+from weft.inductor.passes import im2col, sync_batch_norm
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -158,4 +158,5 @@ _OWN: dict[OpOverload, Decomposition] = {
     aten.unbind.int: _unbind,
     aten.narrow.default: _narrow,
     prims.convert_element_type.default: _convert_element_type,
+    **sync_batch_norm.DECOMPOSITIONS,
 }

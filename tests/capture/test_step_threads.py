@@ -58,7 +58,7 @@ def one_rank() -> Any:
 def test_eager_training_first_calls_and_shared_steps_in_threads_match_one_thread(one_rank: None) -> None:
     stress = Stress()
     stress.run(workers(), seconds=5)
-    assert not stress.wrong
+    assert not stress.wrong, "\n".join(stress.wrong)
     assert min(stress.rounds.values()) > 0, stress.rounds
 
 
@@ -75,7 +75,7 @@ def test_fake_worlds_in_two_threads_come_one_after_the_other() -> None:
 
     available = torch.cuda.is_available()
     stress.run({"first": worlds, "second": worlds, "real": real}, seconds=1)
-    assert not stress.wrong
+    assert not stress.wrong, "\n".join(stress.wrong)
     assert min(stress.rounds.values()) > 0, stress.rounds
 
 
