@@ -40,7 +40,7 @@ from typing import Any
 import coverage_gradients
 import numpy as np
 import torch
-from coverage_case import Case
+from coverage_case import Case, shown
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import weft
@@ -78,15 +78,15 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
     try:
         expected, _, _ = _train(case, compiled=False)
     except Exception as error:  # noqa: BLE001, whatever a library raises
-        return {"outcome": "not run", "error": _shown(error)}
+        return {"outcome": "not run", "error": shown(error)}
     eager = time.perf_counter() - start
     begin("compiled")
     try:
         found, captures, first = _train(case, compiled=True)
     except WeftError as error:
-        return {"outcome": "refused", "error": _shown(error)}
+        return {"outcome": "refused", "error": shown(error)}
     except Exception as error:  # noqa: BLE001
-        return {"outcome": "crashed", "error": _shown(error), "trace": traceback.format_exc()[-3000:]}
+        return {"outcome": "crashed", "error": shown(error), "trace": traceback.format_exc()[-3000:]}
     seconds = {
         "eager_s": round(eager, 2),
         "weft_s": round(time.perf_counter() - start - eager, 2),
@@ -149,10 +149,6 @@ def _same(one: Any, other: Any) -> bool:
             )
         )
     return type(one) is type(other) and repr(one) == repr(other)
-
-
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1500]
 
 
 # ---- all cases

@@ -31,3 +31,8 @@ class Trained:
 
 
 Case = Callable[[], Trained]
+
+
+def shown(error: BaseException) -> str:
+    """The type and text of an error, for a row of results."""
+    return f"{type(error).__name__}: {error}"[:1500]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from coverage_case import Case
+from coverage_case import Case, shown
 from torch.utils._pytree import tree_map_only
 
 import weft
@@ -47,22 +47,22 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
         if not math.isfinite(of_eager):
             return {"outcome": "not run", "error": "gradients are not finite"}
     except Exception as error:  # noqa: BLE001, whatever a library raises
-        return {"outcome": "not run", "error": _shown(error)}
+        return {"outcome": "not run", "error": shown(error)}
     begin("compiled")
     start = time.perf_counter()
     try:
         first, second = _gradients(case, device, torch.float32, compiled=True)
     except WeftError as error:
-        return {"outcome": "refused", "error": _shown(error)}
+        return {"outcome": "refused", "error": shown(error)}
     except Exception as error:  # noqa: BLE001
-        return {"outcome": "crashed", "error": _shown(error), "trace": traceback.format_exc()[-3000:]}
+        return {"outcome": "crashed", "error": shown(error), "trace": traceback.format_exc()[-3000:]}
     of_weft = max(_error(found, exact) for found in (first, second))
     row = {"eager_error": of_eager, "weft_error": of_weft, "weft_s": round(time.perf_counter() - start, 2)}
     if of_weft <= max(TOLERANCE * of_eager, NOISE):
         return {"outcome": "equal", **row}
     worst = max(exact, key=lambda name: (first[name] - exact[name]).norm().item())
-    shown = f"error {of_weft:.1e}, eager's {of_eager:.1e}, most of it in {worst}"
-    return {"outcome": "different", "error": shown, **row}
+    text = f"error {of_weft:.1e}, eager's {of_eager:.1e}, most of it in {worst}"
+    return {"outcome": "different", "error": text, **row}
 
 
 def _gradients(
@@ -107,7 +107,8 @@ def _gradients(
 
 
 def _stop_dropout(model: torch.nn.Module) -> None:
-    """Set all rates of dropout to zero: of modules, and of the configuration that Hugging Face models read."""
+    """Set all rates of dropout and of masked inputs to zero: of modules, and of the configuration that Hugging Face
+    models read."""
     for holder in (*model.modules(), getattr(model, "config", None)):
         for name, value in vars(holder).items() if holder is not None else ():
             if isinstance(value, float) and (name == "p" or "drop" in name or name.startswith("mask_")):
@@ -119,7 +120,3 @@ def _error(found: Gradients, exact: Gradients) -> float:
         return float("inf")
     apart = sum((found[name] - exact[name]).square().sum().item() for name in exact)
     return (apart / max(sum(each.square().sum().item() for each in exact.values()), 1e-300)) ** 0.5
-
-
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1500]

@@ -1,7 +1,7 @@
 """Fake rules of operations that only GPUs have, and for which torch has none.
 
-Torch's own code calls them where a tensor is on a GPU: recurrent cells, batch norms that are synchronized over ranks,
-samples of grids, the CTC loss. Results are those of the CUDA kernels (``aten/src/ATen/native/cuda`` and ``cudnn``).
+Torch's own code calls them where a tensor is on a GPU: GRU cells, ``SyncBatchNorm``, grid sampling and the CTC
+loss. Results are those of the CUDA kernels (``aten/src/ATen/native/cuda`` and ``cudnn``).
 """
 
 from __future__ import annotations
