@@ -103,15 +103,47 @@ def compile_function(
         target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
     metadata: dict[str, Any] = {"target": target, **vars(options)}
-    results = {}
+    results: dict[str, Any] = {}
     for stage, run in stages.items():
-        results[stage] = made = run(made, metadata)
+        made = run(made, metadata)
+        if stage == "ptx":
+            made = without_packed_integers(made)
+        results[stage] = made
     if metadata["global_scratch_size"] or metadata["profile_scratch_size"]:
         raise ValueError(f"{metadata['name']} needs scratch memory of the launcher")
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", results["ptx"], re.DOTALL)
     assert entry is not None, results["ptx"]
     assert entry[1].count(".param") == len(signature) + SCRATCH_PARAMETERS, entry[0]
     return Compiled(metadata["name"], results["cubin"], results["ptx"], metadata["num_warps"], metadata["shared"])
+
+
+_PACKED_INTEGERS = re.compile(r"^[ \t]*(add|min|max)\.([su]16)x2[ \t]+(%\w+), ([%\w]+), ([%\w]+);", re.MULTILINE)
+
+
+def without_packed_integers(ptx: str) -> str:
+    """PTX in which each operation on two 16-bit integers of a register is two operations on one.
+
+    LLVM narrows index arithmetic to 16 bits and packs it (`add.s16x2`). Where one half is undefined, ptxas 12.8, 12.9
+    and 13.0 move the other half and drop its addend: x + 1 is `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool
+    then read the wrong windows. Raises ValueError where such an operation has another form.
+    """
+    unpacked = _PACKED_INTEGERS.sub(_on_each_half, ptx)
+    if (left := re.search(r"^.*\.[su]16x2\b.*$", unpacked, re.MULTILINE)) is not None:
+        raise ValueError(f"ptxas may compile this wrongly, and it has no known replacement: {left[0].strip()}")
+    return unpacked
+
+
+def _on_each_half(found: re.Match[str]) -> str:
+    operation, kind, result, first, second = found.groups()
+    return "\n".join(
+        (
+            "\t{ .reg .b16 low, high, low_2, high_2; .reg .b32 packed;",  # names of this block only
+            f"\tmov.b32 packed, {first}; mov.b32 {{low, high}}, packed;",  # an operand may be a number
+            f"\tmov.b32 packed, {second}; mov.b32 {{low_2, high_2}}, packed;",
+            f"\t{operation}.{kind} low, low, low_2; {operation}.{kind} high, high, high_2;",
+            f"\tmov.b32 {result}, {{low, high}}; }}",
+        )
+    )
 
 
 def resource_usage(cubin: Path) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from weft.inductor.graph.serializable import check_fields
 log = logging.getLogger(__name__)
 
 # Increase it when the meaning of an entry or the way kernels are compiled changes: old entries are then not found.
-FORMAT = 2
+FORMAT = 3
 
 _NUM_WARPS = frozenset({1, 2, 4, 8, 16, 32})
 _MOST_SHARED = 1 << 20  # bytes of shared memory of one program; no GPU has as many
