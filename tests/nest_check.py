@@ -1,4 +1,4 @@
-"""Generated kernels, in Triton's interpreter, against what their nests mean."""
+"""Generated kernels against what their nests mean: in Triton's interpreter, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -42,30 +42,38 @@ def planned_with(**constants: Any) -> Iterator[None]:
 def check(
     nest: Nest, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, int] | None = None, tolerance: float = 2e-5
 ) -> GeneratedKernel:
-    """Run a nest's kernel in the interpreter and compare every buffer with the oracle's."""
+    """Run a nest's kernel in the interpreter, and as machine code where there is a GPU, and compare every buffer with
+    the oracle's."""
     verify_nest(nest, {name: _flat(name, buffer) for name, buffer in buffers.items()})
     generated = generate(nest, {name: buffer.dtype for name, buffer in buffers.items()})
-    compiled = compile_kernels([generated.source], torch.device("cpu"))[0]
     given_ = [scalar.expression.subs(numbers or {}) for scalar in generated.scalars]
     values = [float(v) if s.dtype.is_floating_point else int(v) for s, v in zip(generated.scalars, given_, strict=True)]
-    got = {name: buffer.clone() for name, buffer in buffers.items()}
     want = {name: buffer.clone() for name, buffer in buffers.items()}
-    try:
-        compiled.launch(generated.grid(values), 0, *(got[name] for name in generated.buffers), *values)
-    except Exception as error:
-        error.add_note(f"{nest}\n{generated.source.text}")
-        raise
     evaluate(nest, want, numbers)
-    for name in buffers:
-        torch.testing.assert_close(
-            got[name],
-            want[name],
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda m, name=name: f"{name}: {m}\n{nest}\n{generated.source.text}",
-        )
+    for device in ("cpu", *["cuda"] * torch.cuda.is_available()):
+        compiled = compile_kernels([generated.source], torch.device(device, 0 if device == "cuda" else None))[0]
+        got = {name: _copied(buffer, device) for name, buffer in buffers.items()}
+        stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+        try:
+            compiled.launch(generated.grid(values), stream, *(got[name] for name in generated.buffers), *values)
+        except Exception as error:
+            error.add_note(f"{nest}\n{generated.source.text}")
+            raise
+        for name in buffers:
+            torch.testing.assert_close(
+                got[name].cpu(),
+                want[name],
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda m, name=name, device=device: f"{name} on {device}: {m}\n{nest}\n{generated.source.text}",
+            )
     return generated
+
+
+def _copied(buffer: torch.Tensor, device: str) -> torch.Tensor:
+    """With its strides and gaps."""
+    return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device).copy_(buffer)
 
 
 def _flat(name: str, tensor: torch.Tensor) -> Buffer:

@@ -214,7 +214,7 @@ def modulo(a, b):
 @triton.jit
 def truncated_quotient(a, b):
     """The quotient of floats without its fraction."""
-    return truncate(a / b)
+    return truncate(tl.div_rn(a, b) if a.dtype == tl.float32 else a / b)
 
 
 @triton.jit

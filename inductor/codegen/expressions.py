@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.inductor.codegen.triton_text import dtype_name, literal_text
-from weft.inductor.loop_ir.ir import Call, Const
+from weft.inductor.loop_ir.ir import Call, Const, Reduce, ReductionResult, Value
 
 # Python's order of precedence, weakest first: a kernel's text is parsed as Python before Triton compiles it.
 COMPARE, OR, XOR, AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(9)
@@ -114,19 +114,28 @@ def _negative(value: Call, a: Text) -> Text:
 
 
 def _division(value: Call, a: Text, b: Text) -> Text:
-    """Correctly rounded where every element has its own divisor; elsewhere within two units in the last place.
+    """Correctly rounded, as ATen's. By a softmax's sum within two units in the last place, which takes half the
+    instructions: no two orders of such a sum give the same bits.
 
     A divisor that is a power of two becomes an exact product where its reciprocal is a normal number of float32.
     """
-    # Correct rounding costs more instructions. It is kept where a result can be compared with eager's, element by
-    # element. A divisor of a whole row (a sum, a norm) already differs from eager's by the order of its sum.
-    numerator, divisor = value.args
+    # `/` of Triton is approximate in float32: -110 / -110 is 0.99999994, and its floor 0.
+    divisor = value.args[1]
     if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
         # Exact in binary, so it has the same bits as the quotient, in one instruction.
         return infix("*", PRODUCT, a, literal(1.0 / divisor.value, value.dtype))
-    if value.dtype == torch.float32 and divisor.axes and divisor.axes >= numerator.axes:
-        return call("tl.div_rn", a, b)
-    return infix("/", PRODUCT, a, b)
+    if value.dtype != torch.float32 or _is_sum_of_powers(divisor):
+        return infix("/", PRODUCT, a, b)
+    return call("tl.div_rn", a, b)
+
+
+def _is_sum_of_powers(divisor: Value) -> bool:
+    if isinstance(divisor, ReductionResult) and isinstance(divisor.reduce, Reduce):
+        return divisor.reduce.kind == "online_softmax"
+    return isinstance(divisor, Reduce) and any(isinstance(arg, Call) and arg.op in _POWERS for arg in divisor.args)
+
+
+_POWERS = frozenset({"exp", "exp2"})
 
 
 def _is_power_of_two(value: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.inductor.loop_ir.ir import Const, Scalar
 from weft.inductor.lowering.elementwise import HALVES, elementwise
 from weft.inductor.lowering.expressions import Expression, call, logical_and, where
 
@@ -39,12 +40,25 @@ def _sub(x: Expression, y: Expression, *, alpha: Any) -> Expression:
 
 
 _binary("mul", aten.mul.Tensor, aten.mul.Scalar)
-# Division by a constant power of two becomes a product later (`codegen/expressions.py`), where the divisor is known.
-_binary("div", aten.div.Tensor, aten.div.Scalar, promote_to_float=True)
 _binary("minimum", aten.minimum.default)
 _binary("maximum", aten.maximum.default)
 _unary("neg", aten.neg.default)
 _unary("reciprocal", aten.reciprocal.default, promote_to_float=True)
+
+
+@elementwise(aten.div.Tensor, aten.div.Scalar, promote_to_float=True)
+def _div(x: Expression, y: Expression) -> Expression:
+    return _quotient(x, y)
+
+
+def _quotient(x: Expression, y: Expression) -> Expression:
+    """x / y. By a number it is the product with the number's rounded reciprocal, as in ATen's kernels for GPUs
+    (`div_true_kernel_cuda`, `div_trunc_kernel_cuda`): floor(x / 49.0) depends on the last bit."""
+    if isinstance(y.value, Scalar):
+        return x * call("reciprocal", y)
+    if isinstance(y.value, Const):
+        return x * (torch.ones((), dtype=x.dtype) / torch.tensor(y.value.value, dtype=x.dtype)).item()
+    return x / y
 
 
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -53,7 +67,7 @@ def _div_mode(x: Expression, y: Expression, *, rounding_mode: str | None) -> Exp
         # Without a mode it is true division, whose promotion the registration (shared with the other modes) leaves to
         # us.
         dtype = x.dtype if x.is_float else torch.get_default_dtype()
-        return x.to(dtype) / y.to(dtype)
+        return _quotient(x.to(dtype), y.to(dtype))
     return _truncated(x, y) if rounding_mode == "trunc" else _floored(x, y)
 
 
@@ -63,7 +77,7 @@ def _floor_divide(x: Expression, y: Expression) -> Expression:
 
 
 def _truncated(x: Expression, y: Expression) -> Expression:
-    return call("trunc", x / y) if x.is_float else call("truncdiv", x, y)
+    return call("trunc", _quotient(x, y)) if x.is_float else call("truncdiv", x, y)
 
 
 def _floored(x: Expression, y: Expression) -> Expression:
