@@ -87,7 +87,7 @@ def _floored(x: Expression, y: Expression) -> Expression:
     # The steps are those of ATen's `div_floor_floating`, and of CPython's `float_floor_div`: floor(x / y) alone gives
     # 10 for 1.0 // 0.1, whose exact quotient lies below 10.
     remainder = call("fmod", x, y)
-    quotient = (x - remainder) / y
+    quotient = _quotient(x - remainder, y)
     quotient = where(logical_and(remainder != 0, (y < 0) != (remainder < 0)), quotient - 1, quotient)
     # The quotient is a whole number up to rounding; it may have been rounded to just below.
     whole = call("floor", quotient)
