@@ -4,8 +4,10 @@ Each case of ``coverage.py`` that trains one module computes a loss and its grad
 dropout: eagerly in float64, eagerly in float32, and compiled in float32, at once and in a second call. The error of
 gradients is the 2-norm of their difference from float64's, over that of float64's gradients, of all parameters
 together. TF32 is off. Eager also computes with weights that differ by a rounding error, since a loss may be so steep
-that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it. Outcomes
-beside those of ``coverage.py``:
+that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it. Where
+eager's error is above STEEP, or the compiled one larger than it, float64 takes the sides of ReLUs and the pixels of max
+pools that each run took (``coverage_sides.py``), and the errors that are left decide. Outcomes beside those of
+``coverage.py``:
 
     equal       the compiled gradients' error is at most TOLERANCE times eager's largest, or below NOISE
     different   it is larger
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from coverage_case import Case, shown
+from coverage_sides import Sides
 from torch.utils._pytree import tree_map_only
 
 import weft
@@ -31,6 +34,7 @@ Gradients = dict[str, torch.Tensor]
 
 TOLERANCE = 4.0
 NOISE = 1e-5
+STEEP = 1e-4
 PERTURBED = 4  # eager runs with other weights
 
 
@@ -57,7 +61,13 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
     except Exception as error:  # noqa: BLE001
         return {"outcome": "crashed", "error": shown(error), "trace": traceback.format_exc()[-3000:]}
     of_weft = max(_error(found, exact) for found in (first, second))
-    row = {"eager_error": of_eager, "weft_error": of_weft, "weft_s": round(time.perf_counter() - start, 2)}
+    row: Row = {"eager_error": of_eager, "weft_error": of_weft, "weft_s": round(time.perf_counter() - start, 2)}
+    steep = of_eager > STEEP
+    if of_weft <= max(TOLERANCE * of_eager, NOISE) and not steep:
+        return {"outcome": "equal", **row}
+    of_eager = max(_beside_sides(case, device, perturbed=at)[0] for at in range(1 + PERTURBED))
+    of_weft, other_sides = _beside_sides(case, device, compiled=True)
+    row |= {"other_sides": other_sides, "eager_error_beside": of_eager, "weft_error_beside": of_weft}
     if of_weft <= max(TOLERANCE * of_eager, NOISE):
         return {"outcome": "equal", **row}
     worst = max(exact, key=lambda name: (first[name] - exact[name]).norm().item())
@@ -65,8 +75,24 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
     return {"outcome": "different", "error": text, **row}
 
 
+def _beside_sides(case: Case, device: str, *, compiled: bool = False, perturbed: int = 0) -> tuple[float, int]:
+    """The error of gradients against float64 that takes their sides, and how many of its own it then does not take."""
+    own, made = Sides(), Sides()
+    _gradients(case, device, torch.float64, sides=own)
+    found, _ = _gradients(case, device, torch.float32, compiled=compiled, perturbed=perturbed, sides=made)
+    exact, _ = _gradients(case, device, torch.float64, sides=Sides(given=made.taken))
+    other = sum(int((mine != theirs).sum()) for mine, theirs in zip(own.taken, made.taken, strict=True))
+    return _error(found, exact), other
+
+
 def _gradients(
-    case: Case, device: str, dtype: torch.dtype, *, compiled: bool = False, perturbed: int = 0
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = False,
+    perturbed: int = 0,
+    sides: Sides | None = None,
 ) -> tuple[Gradients, Gradients]:
     """The gradients by name, in float64 on the CPU, of a first call and of a second one with the same batch."""
     torch.manual_seed(0)
@@ -88,10 +114,14 @@ def _gradients(
         torch.Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), trained.batches[0]
     )
 
-    def step(batch: Any) -> torch.Tensor:
-        loss = loss_of(batch)
-        loss.backward()
-        return loss
+    if sides is not None:
+        sides.watch(model)
+
+    def step(batch: Any) -> list[torch.Tensor]:
+        if sides is not None:
+            sides.taken = []
+        loss_of(batch).backward()
+        return [] if sides is None else sides.taken
 
     run, found = weft.compile(step) if compiled else step, []
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -100,7 +130,9 @@ def _gradients(
             buffer.copy_(statistics[name])  # of batch norms
         model.zero_grad()
         torch.manual_seed(1)
-        run(batch)
+        taken = run(batch)
+        if sides is not None:
+            sides.taken = taken
         named = {name: each.grad for name, each in model.named_parameters()}
         found.append({name: grad.double().cpu() for name, grad in named.items() if grad is not None})
     return found[0], found[-1]
