@@ -14,14 +14,15 @@ from weft.capture.record.tracer import capture_step
 from weft.inductor.graph.retarget import retarget
 
 
-def operations(how: dict[str, Any], key_heads: int = 4, gpu: bool = False) -> Counter[str]:
+def operations(how: dict[str, Any], key_heads: int = 4, gpu: bool = False, autocast: bool = False) -> Counter[str]:
     """The operations of attention forward and backward on [2, 32, 4, 64] bfloat16, whose heads are the dimension 2."""
     with weft.fake_world(1):
         heads = (4, key_heads, key_heads)
         tensors = [torch.randn(2, 32, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in heads]
 
         def step() -> None:
-            out = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in tensors), **how)
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                out = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in tensors), **how)
             out.transpose(1, 2).flatten(2).square().sum().backward()
 
         graph = capture_step(step).graph
@@ -48,6 +49,21 @@ def test_attention_is_one_operation(how: dict[str, Any], dropout: float) -> None
     assert found["_scaled_dot_product_flash_attention_for_cpu"] == 1
     assert found["_scaled_dot_product_flash_attention_for_cpu_backward"] == 1
     assert not {"bmm", "mm", "baddbmm", "_softmax"} & found.keys()
+
+
+@pytest.mark.parametrize("mask", [MASK.t(), torch.zeros(32, 32, dtype=torch.bfloat16).t(), torch.zeros(32, 32).t()])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_mask_whose_rows_lie_apart_takes_it_apart_as_on_a_gpu(
+    mask: torch.Tensor, autocast: bool, learnt: bool
+) -> None:
+    if mask.dtype is torch.float32 and not autocast:
+        pytest.skip("eager refuses such a mask of bfloat16 queries")
+    if learnt and not mask.is_floating_point():
+        pytest.skip("a mask of booleans is not learnt")
+    found = operations({"attn_mask": mask.clone().requires_grad_(learnt)}, autocast=autocast)
+    assert found["bmm"] == 6  # scores and outputs, and two gradients of each
+    assert not [name for name in found if "scaled_dot_product" in name]
 
 
 def test_key_heads_are_shared() -> None:
