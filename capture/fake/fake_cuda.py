@@ -124,7 +124,7 @@ def _attention(
     A GPU has such kernels. The function of torch goes by the CPU, whose kernel draws no dropout and gives no gradient
     of a bias, and would take attention apart into two products and what is between them. It does so on a GPU where
     elements of a row lie apart in memory (`check_last_dim_stride_equals_1_dense` in ATen's sdp_utils_cpp.h), as those
-    of T5's bias; the CPU's kernel takes such a mask.
+    of a permuted bias; the CPU's kernel takes such a mask.
     """
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad

@@ -129,13 +129,13 @@ def _division(value: Call, a: Text, b: Text) -> Text:
     return call("tl.div_rn", a, b)
 
 
+_POWERS = frozenset({"exp", "exp2"})
+
+
 def _is_sum_of_powers(divisor: Value) -> bool:
     if isinstance(divisor, ReductionResult) and isinstance(divisor.reduce, Reduce):
         return divisor.reduce.kind == "online_softmax"
     return isinstance(divisor, Reduce) and any(isinstance(arg, Call) and arg.op in _POWERS for arg in divisor.args)
-
-
-_POWERS = frozenset({"exp", "exp2"})
 
 
 def _is_power_of_two(value: float) -> bool:
