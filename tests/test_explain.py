@@ -462,7 +462,8 @@ def test_a_notebook_gets_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_names_of_gpus_and_clusters_are_the_same() -> None:
     explained = weft.explain(lambda x: x.exp(), torch.randn(4, 4))
-    assert str(explained.on("H200").kernels()) == str(explained.on("h200x8").kernels())
+    kernels = [str(explained.on(name).kernels()).partition("compiling")[0].rstrip() for name in ("H200", "h200x8")]
+    assert kernels[0] == kernels[1]  # but for how long compiling took
     assert "H200" in str(explained.on("h200x8"))
 
 

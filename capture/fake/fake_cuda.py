@@ -162,7 +162,9 @@ def _by_two_products(
 ) -> torch.Tensor:
     attend = torch.ops.aten._scaled_dot_product_attention_math.default
     mask = _added(mask, query.dtype)
-    return attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    # Its products are of float32, whatever the types of query and key: autocast has cast before torch's function.
+    with torch.autocast("cpu", enabled=False):
+        return attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

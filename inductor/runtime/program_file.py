@@ -58,7 +58,10 @@ import operator
 import torch
 '''
 
-_TRITON = """import triton
+_TRITON = """
+# Triton alone compiles the kernels of this file. In a step, weft first takes operations on packed 16-bit integers
+# apart, since ptxas compiles some of them wrongly.
+import triton
 import triton.language as tl
 """
 

@@ -14,7 +14,9 @@ from weft.capture.record.tracer import capture_step
 from weft.inductor.graph.retarget import retarget
 
 
-def operations(how: dict[str, Any], key_heads: int = 4, gpu: bool = False, autocast: bool = False) -> Counter[str]:
+def attention(
+    how: dict[str, Any], key_heads: int = 4, gpu: bool = False, autocast: bool = False
+) -> list[torch.fx.Node]:
     """The operations of attention forward and backward on [2, 32, 4, 64] bfloat16, whose heads are the dimension 2."""
     with weft.fake_world(1):
         heads = (4, key_heads, key_heads)
@@ -29,12 +31,15 @@ def operations(how: dict[str, Any], key_heads: int = 4, gpu: bool = False, autoc
         if gpu:
             graph = retarget(graph)
         assert [tensor.grad for tensor in tensors] == [None] * 3
-    names = (
-        str(node.target).split(".")[1]
-        for node in graph.graph.nodes
-        if node.op == "call_function" and "." in str(node.target)
-    )
-    return Counter(names)
+    return [node for node in graph.graph.nodes if node.op == "call_function" and "." in str(node.target)]
+
+
+def names(nodes: list[torch.fx.Node]) -> Counter[str]:
+    return Counter(str(node.target).split(".")[1] for node in nodes)
+
+
+def operations(how: dict[str, Any], key_heads: int = 4, gpu: bool = False) -> Counter[str]:
+    return names(attention(how, key_heads, gpu))
 
 
 MASK = torch.ones(32, 32, dtype=torch.bool).tril()
@@ -61,9 +66,12 @@ def test_a_mask_whose_rows_lie_apart_takes_it_apart_as_on_a_gpu(
         pytest.skip("eager refuses such a mask of bfloat16 queries")
     if learnt and not mask.is_floating_point():
         pytest.skip("a mask of booleans is not learnt")
-    found = operations({"attn_mask": mask.clone().requires_grad_(learnt)}, autocast=autocast)
+    nodes = attention({"attn_mask": mask.clone().requires_grad_(learnt)}, autocast=autocast)
+    found = names(nodes)
     assert found["bmm"] == 6  # scores and outputs, and two gradients of each
     assert not [name for name in found if "scaled_dot_product" in name]
+    products = [node for node in nodes if node.target is torch.ops.aten.bmm.default]
+    assert {node.meta["val"].dtype for node in products} == {torch.float32}
 
 
 def test_key_heads_are_shared() -> None:
