@@ -123,8 +123,8 @@ _PACKED_INTEGERS = re.compile(r"^[ \t]*(add|min|max)\.([su]16)x2[ \t]+(%\w+), ([
 def without_packed_integers(ptx: str) -> str:
     """PTX in which each operation on two 16-bit integers of a register is two operations on one.
 
-    LLVM narrows index arithmetic to 16 bits and packs it (`add.s16x2`). Where one half is undefined, ptxas 12.8, 12.9
-    and 13.0 move the other half and drop its addend: x + 1 is `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool
+    LLVM narrows index arithmetic to 16 bits and packs it (`add.s16x2`). Where one half is undefined, ptxas 12.8 to 13.0
+    (not 13.4) move the other half and drop its addend: x + 1 is `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool
     then read the wrong windows. Raises ValueError where such an operation has another form.
     """
     unpacked = _PACKED_INTEGERS.sub(_on_each_half, ptx)
