@@ -60,20 +60,31 @@ def test_a_packed_operation_of_another_form_is_refused() -> None:
         without_packed_integers("\tmax.s16x2.relu %r1, %r2, %r3;\n")
 
 
-def test_what_ptxas_makes_of_it_adds_one(tmp_path: Path) -> None:
+def instructions(ptx: str, folder: Path) -> str:
+    """What ptxas makes of a text for sm_90."""
     from triton import knobs
 
-    def instructions(ptx: str) -> str:
-        (tmp_path / "kernel.ptx").write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "-arch=sm_90", "kernel.ptx", "-o", "kernel.cubin"]
-        subprocess.run(command, check=True, cwd=tmp_path)
-        shown = [knobs.nvidia.nvdisasm.path, "-c", "kernel.cubin"]
-        return subprocess.run(shown, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [knobs.nvidia.ptxas.path, "-arch=sm_90", "kernel.ptx", "-o", "kernel.cubin"]
+    subprocess.run(command, check=True, cwd=folder)
+    shown = [knobs.nvidia.nvdisasm.path, "-c", "kernel.cubin"]
+    return subprocess.run(shown, check=True, cwd=folder, capture_output=True, text=True).stdout
 
-    assert "16x2" in instructions(KERNEL)
-    added = instructions(without_packed_integers(KERNEL))
+
+def test_what_ptxas_makes_of_it_adds_one(tmp_path: Path) -> None:
+    assert "16x2" in instructions(KERNEL, tmp_path)
+    added = instructions(without_packed_integers(KERNEL), tmp_path)
     assert "16x2" not in added
     assert "0x1" in added
+
+
+@pytest.mark.parametrize("operation", ["add.s16x2", "add.u16x2", "min.s16x2", "min.u16x2", "max.s16x2", "max.u16x2"])
+@pytest.mark.parametrize("operand", ["%r4", "65536", "0x10001"])
+def test_every_operation_is_still_assembled(operation: str, operand: str, tmp_path: Path) -> None:
+    text = KERNEL.replace("add.s16x2 \t%r5, %r3, %r4", f"{operation} \t%r5, %r3, {operand}")
+    assert operation in text
+    made = instructions(without_packed_integers(text), tmp_path)
+    assert "16x2" not in made or not operation.startswith("add")  # the minimum of one is an instruction for two
 
 
 @pytest.mark.gpu
