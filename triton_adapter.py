@@ -121,15 +121,16 @@ _PACKED_INTEGERS = re.compile(r"^[ \t]*(add|min|max)\.([su]16)x2[ \t]+(%\w+), ([
 
 
 def without_packed_integers(ptx: str) -> str:
-    """PTX in which each operation on two 16-bit integers of a register is two operations on one.
+    """PTX in which each packed 16-bit integer operation is replaced by two scalar operations.
 
-    LLVM narrows index arithmetic to 16 bits and packs it (`add.s16x2`). Where one half is undefined, ptxas 12.8 to 13.0
-    (not 13.4) move the other half and drop its addend: x + 1 is `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool
-    then read the wrong windows. Raises ValueError where such an operation has another form.
+    LLVM narrows index arithmetic to 16 bits and packs two values into a register (`add.s16x2`). If one half is
+    undefined, ptxas 12.8 to 13.0 (not 13.4) swap the halves and lose the addend: x + 1 becomes
+    `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool then read wrong windows. Raises ValueError for a packed
+    operation without a known replacement.
     """
     unpacked = _PACKED_INTEGERS.sub(_on_each_half, ptx)
     if (left := re.search(r"^.*\.[su]16x2\b.*$", unpacked, re.MULTILINE)) is not None:
-        raise ValueError(f"ptxas may compile this wrongly, and it has no known replacement: {left[0].strip()}")
+        raise ValueError(f"ptxas may compile this packed operation wrongly: {left[0].strip()}")
     return unpacked
 
 
@@ -137,8 +138,8 @@ def _on_each_half(found: re.Match[str]) -> str:
     operation, kind, result, first, second = found.groups()
     return "\n".join(
         (
-            "\t{ .reg .b16 low, high, low_2, high_2; .reg .b32 packed;",  # names of this block only
-            f"\tmov.b32 packed, {first}; mov.b32 {{low, high}}, packed;",  # an operand may be a number
+            "\t{ .reg .b16 low, high, low_2, high_2; .reg .b32 packed;",  # registers local to this block
+            f"\tmov.b32 packed, {first}; mov.b32 {{low, high}}, packed;",  # an operand may be an immediate
             f"\tmov.b32 packed, {second}; mov.b32 {{low_2, high_2}}, packed;",
             f"\t{operation}.{kind} low, low, low_2; {operation}.{kind} high, high, high_2;",
             f"\tmov.b32 {result}, {{low, high}}; }}",

@@ -5,9 +5,8 @@ dropout: eagerly in float64, eagerly in float32, and compiled in float32, at onc
 gradients is the 2-norm of their difference from float64's, over that of float64's gradients, of all parameters
 together. TF32 is off. Eager also computes with weights that differ by a rounding error, since a loss may be so steep
 that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it. Where
-eager's error is above STEEP, or the compiled one larger than it, float64 takes the sides of ReLUs and the pixels of max
-pools that each run took (``coverage_sides.py``), and the errors that are left decide. Outcomes beside those of
-``coverage.py``:
+eager's error is above STEEP, or the compiled error is too large, each run is compared with a float64 run that replays
+its activation pattern (``activation_pattern.py``), and these errors decide. Outcomes beside those of ``coverage.py``:
 
     equal       the compiled gradients' error is at most TOLERANCE times eager's largest, or below NOISE
     different   it is larger
@@ -22,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from activation_pattern import ActivationPattern, Pattern
 from coverage_case import Case, shown
-from coverage_sides import Sides
 from torch.utils._pytree import tree_map_only
 
 import weft
@@ -65,9 +64,12 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
     steep = of_eager > STEEP
     if of_weft <= max(TOLERANCE * of_eager, NOISE) and not steep:
         return {"outcome": "equal", **row}
-    of_eager = max(_beside_sides(case, device, perturbed=at)[0] for at in range(1 + PERTURBED))
-    of_weft, other_sides = _beside_sides(case, device, compiled=True)
-    row |= {"other_sides": other_sides, "eager_error_beside": of_eager, "weft_error_beside": of_weft}
+    of_eager = max(_error_at_same_pattern(case, device, perturbed=at)[0] for at in range(1 + PERTURBED))
+    of_weft, pattern = _error_at_same_pattern(case, device, compiled=True)
+    own = ActivationPattern()
+    _gradients(case, device, torch.float64, pattern=own)
+    flipped = sum(int((one != other).sum()) for one, other in zip(own.recorded, pattern, strict=True))
+    row |= {"flipped": flipped, "eager_error_at_same_pattern": of_eager, "weft_error_at_same_pattern": of_weft}
     if of_weft <= max(TOLERANCE * of_eager, NOISE):
         return {"outcome": "equal", **row}
     worst = max(exact, key=lambda name: (first[name] - exact[name]).norm().item())
@@ -75,14 +77,14 @@ def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> R
     return {"outcome": "different", "error": text, **row}
 
 
-def _beside_sides(case: Case, device: str, *, compiled: bool = False, perturbed: int = 0) -> tuple[float, int]:
-    """The error of gradients against float64 that takes their sides, and how many of its own it then does not take."""
-    own, made = Sides(), Sides()
-    _gradients(case, device, torch.float64, sides=own)
-    found, _ = _gradients(case, device, torch.float32, compiled=compiled, perturbed=perturbed, sides=made)
-    exact, _ = _gradients(case, device, torch.float64, sides=Sides(given=made.taken))
-    other = sum(int((mine != theirs).sum()) for mine, theirs in zip(own.taken, made.taken, strict=True))
-    return _error(found, exact), other
+def _error_at_same_pattern(
+    case: Case, device: str, *, compiled: bool = False, perturbed: int = 0
+) -> tuple[float, Pattern]:
+    """The error of float32 gradients against float64 with the same activation pattern, and that pattern."""
+    made = ActivationPattern()
+    found, _ = _gradients(case, device, torch.float32, compiled=compiled, perturbed=perturbed, pattern=made)
+    exact, _ = _gradients(case, device, torch.float64, pattern=ActivationPattern(made.recorded))
+    return _error(found, exact), made.recorded
 
 
 def _gradients(
@@ -92,7 +94,7 @@ def _gradients(
     *,
     compiled: bool = False,
     perturbed: int = 0,
-    sides: Sides | None = None,
+    pattern: ActivationPattern | None = None,
 ) -> tuple[Gradients, Gradients]:
     """The gradients by name, in float64 on the CPU, of a first call and of a second one with the same batch."""
     torch.manual_seed(0)
@@ -113,15 +115,14 @@ def _gradients(
     batch = tree_map_only(
         torch.Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), trained.batches[0]
     )
+    recorder = pattern or ActivationPattern()  # without `pattern` nothing is attached, and it stays empty
+    if pattern is not None:
+        pattern.attach(model)
 
-    if sides is not None:
-        sides.watch(model)
-
-    def step(batch: Any) -> list[torch.Tensor]:
-        if sides is not None:
-            sides.taken = []
+    def step(batch: Any) -> Pattern:
+        recorder.recorded = []
         loss_of(batch).backward()
-        return [] if sides is None else sides.taken
+        return recorder.recorded
 
     run, found = weft.compile(step) if compiled else step, []
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -130,9 +131,7 @@ def _gradients(
             buffer.copy_(statistics[name])  # of batch norms
         model.zero_grad()
         torch.manual_seed(1)
-        taken = run(batch)
-        if sides is not None:
-            sides.taken = taken
+        recorder.recorded = run(batch)
         named = {name: each.grad for name, each in model.named_parameters()}
         found.append({name: grad.double().cpu() for name, grad in named.items() if grad is not None})
     return found[0], found[-1]

@@ -50,10 +50,10 @@ def check(
     values = [float(v) if s.dtype.is_floating_point else int(v) for s, v in zip(generated.scalars, given_, strict=True)]
     want = {name: buffer.clone() for name, buffer in buffers.items()}
     evaluate(nest, want, numbers)
-    for device in ("cpu", *["cuda"] * torch.cuda.is_available()):
-        compiled = compile_kernels([generated.source], torch.device(device, 0 if device == "cuda" else None))[0]
+    for device in [torch.device("cpu"), *[torch.device("cuda", 0)] * torch.cuda.is_available()]:
+        compiled = compile_kernels([generated.source], device)[0]
         got = {name: _copied(buffer, device) for name, buffer in buffers.items()}
-        stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
         try:
             compiled.launch(generated.grid(values), stream, *(got[name] for name in generated.buffers), *values)
         except Exception as error:
@@ -71,8 +71,8 @@ def check(
     return generated
 
 
-def _copied(buffer: torch.Tensor, device: str) -> torch.Tensor:
-    """With its strides and gaps."""
+def _copied(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the same strides."""
     return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device).copy_(buffer)
 
 

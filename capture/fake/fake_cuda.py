@@ -121,22 +121,22 @@ def _attention(
 ) -> torch.Tensor:
     """Attention as one operation, also with dropout and with a bias that is learnt.
 
-    A GPU has such kernels. The function of torch goes by the CPU, whose kernel draws no dropout and gives no gradient
-    of a bias, and would take attention apart into two products and what is between them. It does so on a GPU where
-    elements of a row lie apart in memory (`check_last_dim_stride_equals_1_dense` in ATen's sdp_utils_cpp.h), as those
-    of a permuted bias; the CPU's kernel takes such a mask.
+    A GPU has such kernels. torch's function decides by the CPU, whose kernel draws no dropout and gives no gradient of
+    a bias, and would fall back to ATen's math backend: two GEMMs with a softmax between them. A GPU uses that backend
+    where the last dimension of an operand has a stride other than 1, as a permuted bias has it
+    (`check_last_dim_stride_equals_1_dense` in ATen's sdp_utils_cpp.h). The CPU's kernel accepts such a mask.
     """
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad
-    apart = any(each is not None and each.stride(-1) != 1 for each in (query, key, value, attn_mask))
+    strided = any(each is not None and each.stride(-1) != 1 for each in (query, key, value, attn_mask))
     # Autocast casts for torch's function, and not for the operations that are called here.
-    if (apart or (shared and (learnt or dropout_p))) and torch.is_autocast_enabled("cpu"):
+    if (strided or (shared and (learnt or dropout_p))) and torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(low)
-    if apart:
-        return _by_two_products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if strided:
+        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     efficient = shared and not enable_gqa and query.dtype in _EFFICIENT and query.shape[-1] % _ALIGNMENT == 0
     if efficient and attn_mask is not None and learnt:
         return _with_learnt_bias(query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -145,12 +145,12 @@ def _attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-    attn_mask = _added(attn_mask, query.dtype)
+    attn_mask = _additive_mask(attn_mask, query.dtype)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _by_two_products(
+def _math_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -160,15 +160,16 @@ def _by_two_products(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
+    """Attention by ATen's math backend: GEMMs in float32 and a softmax."""
     attend = torch.ops.aten._scaled_dot_product_attention_math.default
-    mask = _added(mask, query.dtype)
-    # Its products are of float32, whatever the types of query and key: autocast has cast before torch's function.
+    mask = _additive_mask(mask, query.dtype)
+    # Under autocast its float32 GEMMs would be cast down. On a GPU autocast acts on torch's function alone.
     with torch.autocast("cpu", enabled=False):
         return attend(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as what is added to scores."""
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as one that is added to attention scores; other masks as they are."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))

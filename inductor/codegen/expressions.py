@@ -114,8 +114,8 @@ def _negative(value: Call, a: Text) -> Text:
 
 
 def _division(value: Call, a: Text, b: Text) -> Text:
-    """Correctly rounded, as ATen's. By a softmax's sum within two units in the last place, which takes half the
-    instructions: no two orders of such a sum give the same bits.
+    """Correctly rounded, as in ATen. Division by a softmax's sum is approximate (2 ulp), which takes half the
+    instructions: the bits of such a sum depend on its order in eager too.
 
     A divisor that is a power of two becomes an exact product where its reciprocal is a normal number of float32.
     """
@@ -124,18 +124,19 @@ def _division(value: Call, a: Text, b: Text) -> Text:
     if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
         # Exact in binary, so it has the same bits as the quotient, in one instruction.
         return infix("*", PRODUCT, a, literal(1.0 / divisor.value, value.dtype))
-    if value.dtype != torch.float32 or _is_sum_of_powers(divisor):
+    if value.dtype != torch.float32 or _is_sum_of_exponentials(divisor):
         return infix("/", PRODUCT, a, b)
     return call("tl.div_rn", a, b)
 
 
-_POWERS = frozenset({"exp", "exp2"})
+_EXPONENTIALS = frozenset({"exp", "exp2"})
 
 
-def _is_sum_of_powers(divisor: Value) -> bool:
+def _is_sum_of_exponentials(divisor: Value) -> bool:
     if isinstance(divisor, ReductionResult) and isinstance(divisor.reduce, Reduce):
         return divisor.reduce.kind == "online_softmax"
-    return isinstance(divisor, Reduce) and any(isinstance(arg, Call) and arg.op in _POWERS for arg in divisor.args)
+    terms = divisor.args if isinstance(divisor, Reduce) else ()
+    return any(isinstance(term, Call) and term.op in _EXPONENTIALS for term in terms)
 
 
 def _is_power_of_two(value: float) -> bool:

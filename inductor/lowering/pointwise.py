@@ -52,8 +52,8 @@ def _div(x: Expression, y: Expression) -> Expression:
 
 
 def _quotient(x: Expression, y: Expression) -> Expression:
-    """x / y. By a number it is the product with the number's rounded reciprocal, as in ATen's kernels for GPUs
-    (`div_true_kernel_cuda`, `div_trunc_kernel_cuda`): floor(x / 49.0) depends on the last bit."""
+    """x / y. Division by a number is multiplication by its rounded reciprocal, as in ATen's CUDA kernels
+    (`div_true_kernel_cuda`, `div_trunc_kernel_cuda`). floor(x / 49.0) depends on the last bit."""
     if isinstance(y.value, Scalar):
         return x * call("reciprocal", y)
     if isinstance(y.value, Const):

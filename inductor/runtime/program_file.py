@@ -59,8 +59,8 @@ import torch
 '''
 
 _TRITON = """
-# Triton alone compiles the kernels of this file. In a step, weft first takes operations on packed 16-bit integers
-# apart, since ptxas compiles some of them wrongly.
+# Triton compiles the kernels of this file. In a compiled step, weft first replaces packed 16-bit integer operations in
+# their PTX, because ptxas compiles some of them wrongly.
 import triton
 import triton.language as tl
 """

@@ -59,9 +59,7 @@ def test_attention_is_one_operation(how: dict[str, Any], dropout: float) -> None
 @pytest.mark.parametrize("mask", [MASK.t(), torch.zeros(32, 32, dtype=torch.bfloat16).t(), torch.zeros(32, 32).t()])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("learnt", [False, True])
-def test_a_mask_whose_rows_lie_apart_takes_it_apart_as_on_a_gpu(
-    mask: torch.Tensor, autocast: bool, learnt: bool
-) -> None:
+def test_a_strided_mask_selects_the_math_backend_as_on_a_gpu(mask: torch.Tensor, autocast: bool, learnt: bool) -> None:
     if mask.dtype is torch.float32 and not autocast:
         pytest.skip("eager refuses such a mask of bfloat16 queries")
     if learnt and not mask.is_floating_point():

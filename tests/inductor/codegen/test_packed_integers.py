@@ -1,4 +1,4 @@
-"""No operation on two packed 16-bit integers reaches ptxas, which compiles some of them wrongly."""
+"""No packed 16-bit integer operation reaches ptxas, which compiles some of them wrongly."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_operation_is_still_assembled(operation: str, operand: str, tmp_pa
     text = KERNEL.replace("add.s16x2 \t%r5, %r3, %r4", f"{operation} \t%r5, %r3, {operand}")
     assert operation in text
     made = instructions(without_packed_integers(text), tmp_path)
-    assert "16x2" not in made or not operation.startswith("add")  # the minimum of one is an instruction for two
+    assert "16x2" not in made or not operation.startswith("add")  # min.s16 of one value is VIMNMX.S16x2
 
 
 @pytest.mark.gpu
