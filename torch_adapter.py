@@ -1367,6 +1367,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# Runs a kernel of the user's CUDA code on the memory of tensors; modes do not see it. Builds for CPUs lack it.
+JITERATOR_LAUNCH = torch._C, "_cuda_jiterator_compile_and_launch_kernel"
+
+
 def in_autocast_region() -> bool:
     """Whether this thread is in a region of autocast, be it a disabled one: its cache lives until the region ends."""
     torch.autocast_increment_nesting()
@@ -1682,16 +1686,8 @@ def checkpoint_index_classes() -> dict[tuple[str, str], Any]:
     function. None of them does more than hold values."""
     from torch.distributed.checkpoint import filesystem, metadata
 
-    names = (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
+    names = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+    names = (*names, "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
     return {
         **{(metadata.__name__, name): getattr(metadata, name) for name in names},
         (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,

@@ -23,6 +23,7 @@ _COMPARE = "compare tensors with `is`, or their sizes"
 _OUTSIDE = "do it outside the step"
 _COPY = "use tensor.detach().clone()"
 _WHOLE = "use torch operations on whole tensors"
+_OPERATION = "call it in an operation registered by torch.library.custom_op"
 # What the function is called in a message, what to do instead, and whether Python code of torch's may call it.
 MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.data_ptr: ("data_ptr()", _COMPARE, True),
@@ -58,7 +59,10 @@ def refuse_memory_access(function: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def storages_keep_their_memory() -> Iterator[None]:
     """Inside, a storage is not resized by a thread that captures: the memory belongs to the user's real tensors. Nor
-    are these pickled, which torch does without a call that a function mode sees."""
+    are these pickled, or given to kernels of ``torch.cuda.jiterator``: torch does both without a call that a function
+    mode sees."""
+    module, name = torch_adapter.JITERATOR_LAUNCH
+    launch_original = getattr(module, name, None)
     resize_original, reduce_original = torch.UntypedStorage.resize_, torch.Tensor.__reduce_ex__
 
     def resize(storage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +75,13 @@ def storages_keep_their_memory() -> Iterator[None]:
             raise MemoryOfTensor("pickle or torch.save", user_line(), _OUTSIDE)
         return reduce_original(tensor, protocol)
 
+    def launch(*args: Any) -> Any:
+        if recording() is not None:
+            raise MemoryOfTensor("a kernel of torch.cuda.jiterator", user_line(), _OPERATION)
+        return launch_original(*args)  # type: ignore[misc]
+
+    if launch_original is not None:
+        setattr(module, name, launch)
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
     torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
     try:
@@ -78,3 +89,5 @@ def storages_keep_their_memory() -> Iterator[None]:
     finally:
         del torch.UntypedStorage.resize_
         torch.Tensor.__reduce_ex__ = reduce_original  # type: ignore[method-assign]
+        if launch_original is not None:
+            setattr(module, name, launch_original)

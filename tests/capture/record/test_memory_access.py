@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from weft import torch_adapter
 from weft.errors import MemoryOfTensor
 
 KEPT = torch.ones(3)
@@ -41,3 +42,23 @@ def test_the_error_names_the_line_and_memory_stays(name: str) -> None:
     with pytest.raises(MemoryOfTensor, match=r"test_memory_access\.py:\d+"):
         weft.compile(LOOKS[name])(torch.ones(3))
     assert torch.equal(KEPT, torch.ones(3))
+
+
+def test_kernels_of_cuda_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name = torch_adapter.JITERATOR_LAUNCH
+    launched: list[Any] = []
+    monkeypatch.setattr(module, name, lambda *args: launched.append(args), raising=False)
+    with pytest.raises(MemoryOfTensor, match=r"jiterator at .*test_memory_access\.py:\d+"):
+        weft.compile(lambda x: getattr(module, name)("code", "name", [x]))(torch.ones(3))
+    assert not launched
+    getattr(module, name)("outside of a capture")
+    assert launched
+
+
+@pytest.mark.gpu
+def test_kernels_of_cuda_code_are_refused_on_a_gpu() -> None:
+    twice = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(MemoryOfTensor, match=r"jiterator at .*test_memory_access\.py:\d+"):
+        weft.compile(lambda x: twice(x) + 1)(x)
+    assert torch.equal(twice(x), 2 * x)
