@@ -52,7 +52,7 @@ QUOTIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "largest": lambda x: (x / x.abs().amax(1, keepdim=True)) == 1,
     "a scale": lambda x: (x / (x.abs().amax() / 127.0)).round(),
     "sum": lambda x: x / (x > 0).sum(1, keepdim=True),
-    "halves": lambda x: (x.bfloat16() / 3.0).float(),
+    "halves": lambda x: x.bfloat16() / 3.0,
     "double": lambda x: x.double() / 49.0,
 }
 
