@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class _Traits(NamedTuple):
     questions about an operation with Python code at each call.
 
     Attributes:
-        target: of an operation; held, because its id is the key.
+        target: of an operation or a builtin; held, because its id is the key.
         collective: whether it starts a collective.
         waits: whether it waits for one.
         draws: whether it draws from a random generator.
@@ -51,7 +52,7 @@ class _Traits(NamedTuple):
         returns_nothing: whether it neither returns nor writes anything, so that it is called for what else it does.
     """
 
-    target: OpOverload | None
+    target: OpOverload | BuiltinFunctionType | None
     collective: bool
     waits: bool
     draws: bool
@@ -71,6 +72,9 @@ _known: dict[int, _Traits] = {}
 def _of(target: Any) -> _Traits:
     found = _known.get(id(target))
     if found is not None:
+        return found
+    if isinstance(target, BuiltinFunctionType):  # an eighth of the nodes of a step are getitem
+        found = _known[id(target)] = _Traits(target, False, False, False)
         return found
     draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     if not isinstance(target, OpOverload):  # not kept: a kernel lives as long as its program
