@@ -7,7 +7,7 @@ al. 2022).
 
 | function | forward | backward |
 |---|---|---|
-| ``sum_gradient`` | nothing | ``all_reduce``: partial to replicated |
+| ``sum_gradient``, ``to_local_sum_gradient`` | nothing | ``all_reduce``: partial to replicated |
 | ``all_reduce`` | all-reduce: partial to replicated | ``sum_gradient``: nothing |
 | ``all_gather``, ``all_gather_to_dtensor`` | all-gather: sharded to replicated | reduce-scatter: partial to sharded |
 | ``reduce_scatter`` | reduce-scatter: partial to sharded | all-gather: sharded to replicated |
@@ -23,15 +23,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from weft import torch_adapter
-from weft.distributed.dtensor.conversions import redistribute, to_local
+from weft.distributed.dtensor.conversions import gradient_of, redistribute, to_local
 from weft.mesh_facts import facts_of
 
-_c10d = torch.ops._c10d_functional
+# Overloads: to choose one takes torch a third of a call's time.
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+_reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """``x`` itself, a view of it. Its gradient, partial, is summed over the ranks of the 1-D ``mesh``."""
     return _SumGradient.apply(x, mesh) if _is_recorded(x) else x
+
+
+def to_local_sum_gradient(x: DTensor, mesh: DeviceMesh) -> Tensor:
+    """The replicated ``x`` as a plain tensor. Its gradient, partial, is summed over the ranks of the 1-D ``mesh``."""
+    return _ToLocalSumGradient.apply(x, mesh) if _is_recorded(x) else to_local(x)
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -45,9 +54,10 @@ def all_gather(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return _AllGather.apply(x, dim, mesh) if _is_recorded(x) else _gathered(x, dim, mesh)
 
 
-def all_gather_to_dtensor(x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
-    """As :func:`all_gather`, as a ``Replicate()`` DTensor of ``mesh``. Its gradient may be partial, the sum of several
-    readers' parts, which then takes one reduce-scatter; of a replicated one this rank keeps its part."""
+def all_gather_to_dtensor(x: Tensor | DTensor, dim: int, mesh: DeviceMesh) -> DTensor:
+    """As :func:`all_gather`, as a ``Replicate()`` DTensor of ``mesh``; ``x`` may be a DTensor that is ``Shard(dim)``.
+    The gradient may be partial, the sum of several readers' parts, which then takes one reduce-scatter; of a replicated
+    one this rank keeps its part."""
     return _AllGatherToDTensor.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
 
 
@@ -66,21 +76,33 @@ def _is_recorded(x: Tensor) -> bool:
 
 def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
     with torch_adapter.below_autograd():
-        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", facts_of(mesh).group))
+        return _wait(_all_reduce(x.contiguous(), "sum", facts_of(mesh).group))
 
 
 def _gathered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     facts = facts_of(mesh)
     with torch_adapter.below_autograd():
-        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), facts.size, facts.group))
-        return torch.cat(rows.chunk(facts.size), dim) if dim else rows
+        rows = _wait(_all_gather(x.contiguous(), facts.size, facts.group))
+        if _is_outermost(dim, x):
+            return rows.view(*x.shape[:dim], x.shape[dim] * facts.size, *x.shape[dim + 1 :]) if dim else rows
+        return torch.cat(rows.chunk(facts.size), dim)
 
 
 def _scattered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     facts = facts_of(mesh)
     with torch_adapter.below_autograd():
-        rows = torch.cat(x.chunk(facts.size, dim)) if dim else x.contiguous()
-        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", facts.size, facts.group))
+        if _is_outermost(dim, x):
+            part = (*x.shape[1:dim], x.shape[dim] // facts.size, *x.shape[dim + 1 :])
+            rows = x.contiguous().view(facts.size, *part) if dim else x.contiguous()
+        else:
+            rows = torch.cat(x.chunk(facts.size, dim))
+        return _wait(_reduce_scatter(rows, "sum", facts.size, facts.group))
+
+
+def _is_outermost(dim: int, x: Tensor) -> bool:
+    """Whether the parts of ``x`` along ``dim`` lie one behind the other in memory, as with a batch of one sequence:
+    collectives then put them together and cut them without a copy."""
+    return all(type(size) is int and size == 1 for size in x.shape[:dim])
 
 
 # ---- with gradients. Each backward calls a function of the table above, so that gradients of gradients are right
@@ -95,6 +117,18 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return all_reduce(gradient, ctx.mesh), None
+
+
+class _ToLocalSumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh) -> Tensor:
+        local = torch_adapter.local_tensor(x)
+        ctx.mesh, ctx.spec, ctx.stride = mesh, torch_adapter.dtensor_spec(x), local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return gradient_of(all_reduce(gradient, ctx.mesh), ctx.spec, ctx.stride, ctx.spec.placements), None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -121,16 +155,21 @@ class _AllGather(torch.autograd.Function):
 
 class _AllGatherToDTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
-        ctx.dim, ctx.mesh = dim, mesh
+    def forward(ctx: Any, x: Tensor | DTensor, dim: int, mesh: DeviceMesh) -> DTensor:
+        ctx.dim, ctx.mesh, ctx.spec = dim, mesh, None
+        if isinstance(x, DTensor):
+            ctx.spec, x = torch_adapter.dtensor_spec(x), torch_adapter.local_tensor(x)
+            ctx.stride = x.stride()
         whole = _gathered(x, dim, mesh)
         return torch_adapter.dtensor_with(whole, facts_of(mesh).spec_of(whole, (Replicate(),)))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if gradient.placements == (Partial(),):
-            return reduce_scatter(to_local(gradient), ctx.dim, ctx.mesh), None, None
-        return to_local(redistribute(gradient, (Shard(ctx.dim),))), None, None
+            part = reduce_scatter(to_local(gradient), ctx.dim, ctx.mesh)
+        else:
+            part = to_local(redistribute(gradient, (Shard(ctx.dim),)))
+        return part if ctx.spec is None else gradient_of(part, ctx.spec, ctx.stride, ctx.spec.placements), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

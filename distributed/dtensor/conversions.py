@@ -38,7 +38,7 @@ def to_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement, size: int | No
     """
     shape = None
     if isinstance(placement, Shard):
-        placement = Shard(placement.dim % x.dim())
+        placement = Shard(placement.dim % x.dim()) if placement.dim < 0 else placement
         if size is not None and size % facts_of(mesh).size:
             shape = torch.Size([*x.shape[: placement.dim], size, *x.shape[placement.dim + 1 :]])
     if shape is None:
@@ -88,19 +88,30 @@ class _ToLocal(torch.autograd.Function):
         if gradient is None:
             return None, None
         placements = ctx.grad_placements or _of_gradient(ctx.spec.placements)
-        spec = facts_of(ctx.spec.mesh).spec_like(ctx.spec, placements)
-        # The strides of the whole gradient decide whether torch issues collectives for it, so they are those of forward
-        # on every rank. Torch takes them from this rank's part, and those of an empty part mean nothing.
-        if gradient.stride() != ctx.stride:
-            if _is_dense(gradient.shape, ctx.stride):
-                gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
-            else:
-                gradient = gradient.contiguous()
-                spec = torch_adapter.dtensor_spec_of(gradient, spec.mesh, placements, spec.shape)
-        # Under `create_graph` the gradient is differentiated: the conversion has to be an operation of autograd's.
-        if torch.is_grad_enabled() and gradient.requires_grad:
-            return _ToDTensor.apply(gradient, spec), None
-        return torch_adapter.dtensor_with(gradient, spec), None
+        return gradient_of(gradient, ctx.spec, ctx.stride, placements), None
+
+
+def gradient_of(part: Tensor, spec: Any, stride: tuple[int, ...], placements: tuple[Placement, ...]) -> DTensor:
+    """The gradient of a DTensor, in a backward, from this rank's part of it.
+
+    Args:
+        spec: the ``dtensor_spec`` of the DTensor.
+        stride: of this rank's part of the DTensor.
+        placements: of the gradient.
+    """
+    spec = facts_of(spec.mesh).spec_like(spec, placements)
+    # The strides of the whole gradient decide whether torch issues collectives for it, so they are those of forward on
+    # every rank. Torch takes them from this rank's part, and those of an empty part mean nothing.
+    if part.stride() != stride:
+        if _is_dense(part.shape, stride):
+            part = part.new_empty_strided(part.shape, stride).copy_(part)
+        else:
+            part = part.contiguous()
+            spec = torch_adapter.dtensor_spec_of(part, spec.mesh, placements, spec.shape)
+    # Under `create_graph` the gradient is differentiated: the conversion has to be an operation of autograd's.
+    if torch.is_grad_enabled() and part.requires_grad:
+        return _ToDTensor.apply(part, spec)  # type: ignore[no-any-return]
+    return torch_adapter.dtensor_with(part, spec)  # type: ignore[no-any-return]
 
 
 class _ToDTensor(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.distributed.dtensor.collectives import sum_gradient
+from weft.distributed.dtensor.collectives import sum_gradient, to_local_sum_gradient
 from weft.distributed.dtensor.conversions import to_local
 
 _MISSING = object()
@@ -93,5 +93,6 @@ def compute_locally(
 
 def local(parameter: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     """This rank's part of a parameter, whose gradient becomes a DTensor like it; summed over ``mesh`` if given."""
-    part = to_local(parameter) if isinstance(parameter, DTensor) else parameter
-    return part if mesh is None else sum_gradient(part, mesh)
+    if not isinstance(parameter, DTensor):
+        return parameter if mesh is None else sum_gradient(parameter, mesh)
+    return to_local(parameter) if mesh is None else to_local_sum_gradient(parameter, mesh)

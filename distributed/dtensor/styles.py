@@ -54,16 +54,18 @@ def _output(
     x: Tensor, mesh: DeviceMesh, have: Placement, want: Placement, use_local: bool, size: int | None = None
 ) -> Tensor:
     """The output of a module, laid out as ``have``, as its style wants it."""
-    if use_local and have == want:
-        return x
-    if use_local and have == Partial() and want == Replicate():
-        return all_reduce(x, mesh)
-    if use_local and isinstance(want, Shard):
-        if x.shape[want.dim] % facts_of(mesh).size == 0:
-            if have == Partial():
-                return reduce_scatter(x, want.dim, mesh)
-        elif want.dim != x.dim() - 1:
-            raise _uneven(x, want.dim, mesh)
+    if use_local:
+        if have == want:
+            return x
+        partial = type(have) is Partial and have.reduce_op == "sum"
+        if isinstance(want, Shard):
+            if x.shape[want.dim] % facts_of(mesh).size == 0:
+                if partial:
+                    return reduce_scatter(x, want.dim, mesh)
+            elif want.dim != x.dim() - 1:
+                raise _uneven(x, want.dim, mesh)
+        elif partial and type(want) is Replicate:
+            return all_reduce(x, mesh)
     found = redistribute(to_dtensor(x, mesh, have, size), (want,))
     return to_local(found) if use_local else found
 
@@ -234,10 +236,10 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         if not gathers or not isinstance(input, Tensor):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         dim = input_layout.dim % input.dim()
-        if isinstance(input, DTensor):
-            if input.placements != (Shard(dim),) or input.shape[dim] % facts_of(mesh).size:
-                return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-            input = to_local(input)
+        if isinstance(input, DTensor) and (
+            input.placements != (Shard(dim),) or input.shape[dim] % facts_of(mesh).size
+        ):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         return all_gather_to_dtensor(input, dim, mesh)
 
 
