@@ -83,12 +83,19 @@ def scheduled(
         if not more:
             break
         unreachable_groups += more
-    passes: list[Pass] = [in_captured_order] if chosen is None else schedule_passes(chosen.decisions)
+    # The graph that rank 0 has searched on is not what runs: every rank runs what the same passes make of the decisions.
+    begin, passes = step, list[Pass]()
+    if chosen is None:
+        passes = [in_captured_order]
+    elif chosen.replayed:
+        begin = chosen.step
+    else:
+        passes = schedule_passes(chosen.decisions)
     # Transports first: a collective that peers carry needs no communicator, and the arena is laid out for the order of
     # issue, which no later pass may change.
     passes = [*passes, apply_transports, assign_communicators]
     runner = runner or PassRunner()
-    found = runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None)
+    found = runner.run("schedule", begin.copy(), passes, checks.check if checks is not None else None)
     return whole.joined(found), chosen
 
 

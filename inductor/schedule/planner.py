@@ -178,7 +178,7 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     with torch_adapter.only_mode():
         step = apply(original, decisions)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
-        result = Schedule(step, decisions, partial(_predicted, step, cluster), limit)
+        result = Schedule(step, decisions, partial(_predicted, step, cluster), limit, replayed=True)
         _verify(original, result, None)  # batches of this rank may be larger than those that the limit was held with
     return result
 

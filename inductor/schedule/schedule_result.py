@@ -43,6 +43,7 @@ class Schedule:
         limit: memory limit in bytes. The default one may be exceeded, with a warning.
         candidates: how many candidates were evaluated.
         warnings: messages for the user.
+        replayed: whether ``step`` was made by the passes of the decisions, as on every rank but the one that decided.
     """
 
     step: StepGraph
@@ -51,6 +52,7 @@ class Schedule:
     limit: int
     candidates: int = 0
     warnings: list[str] = field(default_factory=list)
+    replayed: bool = False
 
     @cached_property
     def prediction(self) -> SchedulePrediction:
