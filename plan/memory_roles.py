@@ -113,8 +113,8 @@ def _size_first(held: _Held) -> tuple[int, str]:
 def _inputs(step: StepGraph, nodes: Sequence[Node], last: int) -> list[_Held]:
     entries = {entry.name: entry for entry in step.inputs}
     found = []
-    for live_range in liveness(step, nodes).ranges:
-        if live_range.is_input and live_range.size:
+    for live_range in liveness(step, [node for node in nodes if node.op == "placeholder"]).ranges:
+        if live_range.size:
             entry = entries[live_range.maker.name]
             role = _OF_INPUTS.get(entry.role, INPUTS)
             found.append(_Held(role, LiveInterval(live_range.size, 0, last), live_range.maker, entry.path))

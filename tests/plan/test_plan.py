@@ -12,6 +12,7 @@ from llama_steps import llama_step
 from torch import Tensor, nn
 
 import weft
+from weft import knobs
 from weft.errors import BranchesOnInteger, UnknownOption
 from weft.inductor.cost import collective_cost
 from weft.inductor.fusion import fuse
@@ -241,7 +242,8 @@ def test_throughput_from_8_to_128_gpus_falls_as_torchtitan_publishes() -> None:
     5,605 on 128: 97.3% are kept. Two points are allowed, because the network there is not published."""
     tokens = []
     for world in (8, 128):
-        with weft.fake_world(world):
+        # Other tests verify plans. Here it would take more than half of the time.
+        with knobs.override(verify_graphs=False), weft.fake_world(world):
             ids = torch.zeros(1, 8192, dtype=torch.long, device="cuda")
             tokens.append(weft.plan(llama_step(32, clip=True), ids, ids, cluster="h100x8").tokens_per_second)
     one, many = tokens
