@@ -44,6 +44,14 @@ def test_the_error_names_the_line_and_memory_stays(name: str) -> None:
     assert torch.equal(KEPT, torch.ones(3))
 
 
+def test_torch_may_resize_the_memory_of_its_own_fakes() -> None:
+    """It gives the fake of a tensor without elements a storage of no bytes; geqrf has no fake implementation."""
+    x = torch.ones(0, 5, 3)
+    for found, wanted in zip(weft.compile(torch.geqrf)(x), torch.geqrf(x), strict=True):
+        assert found.shape == wanted.shape
+        assert found.stride() == wanted.stride()
+
+
 def test_kernels_of_cuda_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = torch_adapter.JITERATOR_LAUNCH
     launched: list[Any] = []
