@@ -368,9 +368,26 @@ class CompiledStep(Generic[P, R]):
     ) -> tuple[CapturedStep, Guards]:
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
         self._begin_capture([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
+        capture = functools.partial(
+            self._captured, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes
+        )
         with out_of_step(), capturing(), without_torchs_log():
-            captured = self._captured(args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
+            captured = self._capture_along(capture, alike=True)
+            captured = capture() if captured is None else captured
             return captured, Guards(captured)
+
+    def _capture_along(self, capture: Callable[..., CapturedStep], **path: Any) -> CapturedStep | None:
+        """A capture that goes on along a likely path; None where that path cannot be captured.
+
+        Ranks may take different paths, and agree on what is captured: they do not go by them.
+        """
+        if communicates():
+            return None
+        try:
+            return capture(**path)
+        except WeftError as error:
+            log.debug("a likely path cannot be captured: %s", error)
+            return None
 
     def _capture_agreed(
         self, args: Any, kwargs: Any, dynamic: Dims
@@ -394,18 +411,13 @@ class CompiledStep(Generic[P, R]):
         return captured, guards, event, self._agree(event)
 
     def _capture_expected(self, args: Any, kwargs: Any, dynamic: Dims, changing: ChangingState) -> CapturedStep:
-        """Capture the step up to its first branch on a value; where another form took branches, along its path.
-
-        Ranks may have taken different paths, and agree on what is captured: they do not go by them.
-        """
-        expected = self.entries[0].captured.outcomes if self.entries and not communicates() else ()
-        if expected:
-            try:
-                return self._captured(args, kwargs, dynamic=dynamic, changing=changing, expected=expected)
-            except WeftError as error:
-                log.debug("the path of another form cannot be captured: %s", error)
+        """Capture the step up to its first branch on a value; where another form took branches, along its path."""
+        expected = self.entries[0].captured.outcomes if self.entries else ()
+        capture = functools.partial(self._captured, args, kwargs, dynamic=dynamic, changing=changing)
+        if expected and (captured := self._capture_along(capture, expected=expected, alike=True)) is not None:
+            return captured
         try:
-            return self._captured(args, kwargs, dynamic=dynamic, changing=changing)
+            return capture()
         except Exception as error:
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise

@@ -68,6 +68,12 @@ def asked_by_a_call() -> bool:
     return operation.startswith(("CALL", "PRECALL")) or operation.endswith(("_SUBSCR", "_SLICE"))
 
 
+def asked_at() -> tuple[types.CodeType, int] | None:
+    """The place in the user's code that asks a question now: its code, and the offset of the instruction."""
+    frame = _asking(sys._getframe(1))
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
 def outcome_without_skip() -> bool | None:
     """The outcome with which a loop of the user's code does not skip an item: ``if len(rows) == 0: continue``. None
     for a question of another form.

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -30,6 +31,7 @@ from torch.fx.experimental.sym_node import SymNode
 from weft import torch_adapter
 from weft.capture.record.answers_from_inputs import MOST_OPERATIONS, answer_from, is_host_number
 from weft.capture.record.assumed_outcomes import (
+    asked_at,
     asked_by_a_call,
     outcome_without_error,
     outcome_without_skip,
@@ -57,6 +59,7 @@ class Branches:
         recorder: of the capture.
         outcomes: the answers to the first questions, in order.
         expected: answers to capture where none is known: those of another form of the step.
+        alike: whether modules that run the same code are expected to get the same answers on a path.
 
     Attributes:
         whole_numbers: ids of the arguments that are tensors of integers or booleans, which answer questions at once.
@@ -67,10 +70,14 @@ class Branches:
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
 
-    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome], expected: Sequence[Outcome] = ()) -> None:
+    def __init__(
+        self, recorder: OpRecorder, outcomes: Sequence[Outcome], expected: Sequence[Outcome] = (), alike: bool = False
+    ) -> None:
         self._recorder = recorder
         self._outcomes = outcomes
         self._expected = expected
+        self._alike = alike
+        self._by_module: dict[tuple[CodeType, int], dict[str, Outcome]] = {}  # answers at a place in code
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self._asked_inside: Any = None  # the last question asked for a fake result
         self._caught: Exception | None = None  # torch's, where the step's code catches what no eager step meets
@@ -193,7 +200,11 @@ class Branches:
         if outcome is None:
             outcome = self._answer_from_inputs(value)
         expected = next(iter(self._expected[len(self.taken) :]), None)
-        for likely in (expected, usual) if expected_first else (usual, expected):
+        place, module = asked_at(), self._recorder.module_path()
+        before = {} if place is None else self._by_module.setdefault(place, {})
+        # Once for each module: a loop that asks again and again would have no end.
+        same = next(reversed(before.values()), None) if self._alike and module not in before else None
+        for likely in (same, expected, usual) if expected_first else (usual, same, expected):
             outcome = likely if outcome is None else outcome
         if not self.undecided:  # otherwise the step caught the exception that was to end it
             self._cut(value, outcome)
@@ -201,6 +212,7 @@ class Branches:
             self.undecided = True
             raise Undecided
         self.taken = (*self.taken, outcome)
+        before[module] = outcome
         return outcome
 
     def _answer_from_inputs(self, value: torch.fx.Node) -> Outcome | None:

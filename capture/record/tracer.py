@@ -108,6 +108,7 @@ def capture_step(
     outcomes: tuple[Outcome, ...] = (),
     changing: ChangingState = FOUND_ALONE,
     expected: tuple[Outcome, ...] = (),
+    alike: bool = False,
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without computing anything.
 
@@ -121,17 +122,17 @@ def capture_step(
         outcomes: of the first branches on values.
         changing: Python numbers to keep symbolic.
         expected: of branches beyond ``outcomes``: the path that is captured where nothing else is known.
+        alike: whether modules that run the same code are expected to take the same branches.
 
     Raises:
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
     """
-    escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
-    refuse_tools_around(name)
+    refuse_tools_around(name := getattr(step, "__qualname__", type(step).__qualname__))
     changing = trying_arguments(changing, args, kwargs or {}) if not outcomes else changing
-    created: list[Entry] = []  # state of optimizers
+    escapes, created = EscapeCheck(), list[Entry]()  # the latter: state of optimizers
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
-        paths = outcomes, expected
+        paths = outcomes, expected, alike
         remove(created)  # of a discarded attempt
         created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
@@ -164,7 +165,7 @@ class _StepCapture:
         dynamic: frozenset[tuple[int, int]],
         changing: ChangingState,
         escapes: EscapeCheck,
-        outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...]],
+        outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...], bool],
         earlier: Mapping[str, torch.Tensor],
         *,
         in_graph: list[torch.optim.Optimizer],
@@ -182,12 +183,11 @@ class _StepCapture:
         self.branches = Branches(self.recorder, *outcomes)
         self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
         followed = functools.partial(ReachableState, step, computed=changing.names)
-        self.state = state = followed(replaced=changing.numbers, growing=changing.growing)
-        shared: set[str] = set()
+        state, shared = followed(replaced=changing.numbers, growing=changing.growing), set[str]()
         while state.shared:
             shared |= state.shared
-            numbers, growing = changing.numbers - shared, changing.growing - shared
-            self.state = state = followed(replaced=numbers, growing=growing)
+            state = followed(replaced=changing.numbers - shared, growing=changing.growing - shared)
+        self.state = state
         found.names = state.asked.new
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)

@@ -83,7 +83,7 @@ def scheduled(
         if not more:
             break
         unreachable_groups += more
-    # The graph that rank 0 has searched on is not what runs: every rank runs what the same passes make of the decisions.
+    # Every rank runs what the same passes make of the decisions, rank 0 too: not the graph that it has searched on.
     begin, passes = step, list[Pass]()
     if chosen is None:
         passes = [in_captured_order]

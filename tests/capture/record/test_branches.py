@@ -708,6 +708,68 @@ def test_only_what_may_be_used_later_is_kept_over_a_branch() -> None:
     assert sorted(sizes) == sorted([(), (), *(tuple(p.shape) for p in net.parameters())])
 
 
+class Asking(nn.Module):
+    """A layer that asks, in its own code, whether its input is small: at each call, or until it no longer is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.how == "loops":
+            while x.abs().mean() < 1:
+                x = x * 2
+            return x
+        if x.abs().mean() < 1:
+            return x * 4
+        if self.how == "reads":
+            math.fsum([float(x.mean())])  # which no capture can hold
+        return x
+
+
+LIKE_LAYERS: dict[str, tuple[list[float], int]] = {
+    # By factors of the weights of the layers, how often the first call captures.
+    "one answer": ([0.1] * 8, 2),
+    "another in the middle": ([0.1] * 4 + [9.0] + [0.1] * 3, 4),
+    "each another": ([0.1, 9.0] * 4, 9),
+    "loops": ([0.1] * 3, 0),
+    "reads": ([9.0, 0.1, 0.1], 0),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_LAYERS)
+def test_layers_that_ask_in_turn_are_captured_by_the_answer_of_the_one_before(name: str) -> None:
+    factors, captures = LIKE_LAYERS[name]
+    torch.manual_seed(3)
+    net = nn.Sequential(*(Asking(name) for _ in factors))
+    with torch.no_grad():
+        for layer, factor in zip(net, factors, strict=True):
+            layer.linear.weight.mul_(factor)
+    for x in BATCHES[:4]:
+        wanted = net(x)
+        if name == "reads":
+            with pytest.raises(CannotCapture, match="fsum"):
+                weft.compile(net)(x)
+            continue
+        ours = weft.compile(net)
+        assert_equal(detached(ours(x)), detached(wanted))
+        assert_equal(detached(ours(x)), detached(wanted))
+        if captures:
+            assert len(ours.captures) <= captures
+
+
+def test_a_path_that_cannot_be_captured_is_no_likely_one() -> None:
+    """The first layer reads a number as Python needs it, once; what the others are expected to do is no error."""
+    net = nn.Sequential(*(Asking("reads") for _ in range(3)))
+    with torch.no_grad():
+        for layer in net:
+            layer.linear.weight.mul_(0.1)
+    ours = weft.compile(net)
+    assert_equal(detached(ours(BATCHES[0])), detached(net(BATCHES[0])))
+
+
 def test_ever_new_outcomes_end_with_an_error_that_names_the_line() -> None:
     def step(x: torch.Tensor) -> Any:
         return x * len(range(len(x.nonzero())))  # the line
