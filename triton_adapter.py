@@ -117,7 +117,7 @@ def compile_function(
     return Compiled(metadata["name"], results["cubin"], results["ptx"], metadata["num_warps"], metadata["shared"])
 
 
-_PACKED_INTEGERS = re.compile(r"^[ \t]*(add|min|max)\.([su]16)x2[ \t]+(%\w+), ([%\w]+), ([%\w]+);", re.MULTILINE)
+PACKED_INTEGERS = re.compile(r"^[ \t]*(add|min|max)\.([su]16)x2[ \t]+(%\w+), ([%\w]+), ([%\w]+);", re.MULTILINE)
 
 
 def without_packed_integers(ptx: str) -> str:
@@ -128,7 +128,7 @@ def without_packed_integers(ptx: str) -> str:
     `VIADD.16x2 R5, R0, 0x0`. The backward of a max pool then read wrong windows. Raises ValueError for a packed
     operation without a known replacement.
     """
-    unpacked = _PACKED_INTEGERS.sub(_on_each_half, ptx)
+    unpacked = PACKED_INTEGERS.sub(_on_each_half, ptx)
     if (left := re.search(r"^.*\.[su]16x2\b.*$", unpacked, re.MULTILINE)) is not None:
         raise ValueError(f"ptxas may compile this packed operation wrongly: {left[0].strip()}")
     return unpacked
@@ -145,6 +145,21 @@ def _on_each_half(found: re.Match[str]) -> str:
             f"\tmov.b32 {result}, {{low, high}}; }}",
         )
     )
+
+
+def replace_packed_integers(*stages_of_backend: Any) -> tuple[str, str]:
+    """A hook for ``triton.knobs.runtime.add_stages_inspection_hook``: :func:`without_packed_integers` for kernels that
+    Triton itself compiles, in files of programs. Called with a backend and its stages, it changes them; called without,
+    as of Triton 3.7, it returns what is part of the key of Triton's cache."""
+    if stages_of_backend:
+        _, stages, *_ = stages_of_backend
+        make = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: without_packed_integers(make(source, metadata))
+    return "without packed integers", "without packed integers"
+
+
+# What a file of a program needs of this one.
+STAGE_FUNCTIONS = (without_packed_integers, _on_each_half, replace_packed_integers)
 
 
 def resource_usage(cubin: Path) -> tuple[int, int]:

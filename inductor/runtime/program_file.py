@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from weft import torch_adapter
+from weft import torch_adapter, triton_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.record.assignment_problems import ASSIGNMENT_OPERATIONS
 from weft.capture.record.opaque import OpaqueCall
@@ -54,15 +54,21 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 
 import torch
 '''
 
-_TRITON = """
-# Triton compiles the kernels of this file. In a compiled step, weft first replaces packed 16-bit integer operations in
-# their PTX, because ptxas compiles some of them wrongly.
-import triton
+_TRITON = """import triton
 import triton.language as tl
+"""
+
+_STAGES_OF_TRITON = """
+
+# As in a compiled step, packed 16-bit integer operations are replaced, because ptxas compiles some of them wrongly. The
+# cache is one of its own: keys of Triton 3.6 would find what was compiled without this.
+triton.knobs.runtime.add_stages_inspection_hook = replace_packed_integers
+triton.knobs.cache.dir = f"{triton.knobs.cache.dir}/weft"
 """
 
 _LEFT_OUT = '''
@@ -194,7 +200,11 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
             where=where,
         )
     ]
-    parts += [_TRITON] * bool(kernels)
+    if kernels:
+        pattern = triton_adapter.PACKED_INTEGERS.pattern
+        parts += [_TRITON, f"\nPACKED_INTEGERS = re.compile({pattern!r}, re.MULTILINE)\n"]
+        parts += [f"\n\n{inspect.getsource(function)}" for function in triton_adapter.STAGE_FUNCTIONS]
+        parts += [_STAGES_OF_TRITON]
     if modules := _modules_of_own_operations(bound):
         parts.append("\n" + "".join(f"import {module}  # torch.ops.weft\n" for module in modules))
     if groups:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor, nn
 
 from weft.capture.graph import StepGraph
@@ -22,6 +25,7 @@ from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.multi_tensor import Launcher, use_kernels
 from weft.inductor.runtime.program_file import program_file
 from weft.launch.minify import random_inputs
+from weft.triton_adapter import without_packed_integers
 
 _RUN = """
 import importlib.util, sys, torch
@@ -58,6 +62,28 @@ def named_like_the_file() -> StepGraph:
             return (out * x @ part).sum()
 
     return capture_step(step, (torch.randn(6, 6),)).graph
+
+
+def test_triton_compiles_the_file_as_weft_compiles_the_step(tmp_path: Path) -> None:
+    """ptxas compiles packed 16-bit integers wrongly: they are replaced in Triton's own stages too."""
+    program = tmp_path / "program.py"
+    program.write_text(program_file(make_kernels(run_passes(trained(), KERNEL_PASSES))))
+    knobs = triton.knobs.runtime, triton.knobs.cache
+    before = knobs[0].add_stages_inspection_hook, knobs[1].dir
+    try:
+        names = runpy.run_path(str(program))
+        hook = knobs[0].add_stages_inspection_hook
+        stages: dict[str, Any] = {"ptx": lambda source, metadata: f"\tadd.s16x2 %r1, %r2, {source};", "cubin": str}
+        hook(None, stages, None, None, 90)  # as a backend of Triton calls it
+        assert hook is names["replace_packed_integers"]
+        assert all(type(part) is str for part in hook())
+        assert stages["ptx"]("%r3", {}) == without_packed_integers("\tadd.s16x2 %r1, %r2, %r3;")
+        assert "x2" not in stages["ptx"]("%r3", {})
+        with pytest.raises(ValueError, match="packed"):
+            stages["ptx"]("%r3, %r4", {})
+        assert knobs[1].dir == f"{before[1]}/weft"
+    finally:
+        knobs[0].add_stages_inspection_hook, knobs[1].dir = before
 
 
 @pytest.mark.parametrize("planned", [False, True])
