@@ -212,21 +212,6 @@ def modulo(a, b):
 
 
 @triton.jit
-def truncated_quotient(a, b):
-    """The quotient of floats without its fraction."""
-    return truncate(tl.div_rn(a, b) if a.dtype == tl.float32 else a / b)
-
-
-@triton.jit
-def floor_quotient(a, b):
-    """The quotient of floats, rounded down as the remainder says."""
-    remains = remainder(a, b)
-    quotient = (a - remains) / b
-    quotient = tl.where((remains != 0) & ((remains < 0) != (b < 0)), quotient - 1.0, quotient)
-    return tl.where(b == 0, a / b, nearest_even(quotient))
-
-
-@triton.jit
 def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr, ALIGNED: tl.constexpr):
     """Prefetch ``BYTES``, a multiple of 16, into the L2 cache, with one instruction of one thread.
 

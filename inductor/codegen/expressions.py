@@ -249,9 +249,9 @@ _WRITE: dict[str, Write] = {
     # Comparisons instead of functions of libdevice, which the interpreter has not.
     "isinf": lambda value, a: infix("==", COMPARE, call("tl.abs", a), Text('float("inf")')),
     # Triton's // and % of integers are those of C.
-    "truncdiv": _by_kind(_helper("truncated_quotient"), _operator("//", PRODUCT)),
+    "truncdiv": _operator("//", PRODUCT),
     "fmod": _by_kind(_helper("remainder"), _operator("%", PRODUCT)),
-    "floordiv": _by_kind(_helper("floor_quotient"), _helper("floor_divide")),
+    "floordiv": _helper("floor_divide"),
     "mod": _by_kind(_helper("modulo"), _helper("modulo_integer")),
     "bitwise_and": _operator("&", AND),
     "bitwise_or": _operator("|", OR),

@@ -86,8 +86,6 @@ OPS: dict[str, Op] = {
     # routine of many instructions. They decide what is computed twice (`fusion/inline.py`), and no time is predicted
     # from them.
     "pow": Op(2, torch.pow, NUMBERS, 16),
-    "floordiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="floor"), NUMBERS, 8),
-    "truncdiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="trunc"), NUMBERS, 8),
     "mod": Op(2, torch.remainder, NUMBERS, 8),  # the sign of the divisor
     "fmod": Op(2, torch.fmod, NUMBERS, 8),  # the sign of the dividend
     # floats
@@ -116,6 +114,8 @@ OPS: dict[str, Op] = {
     "isnan": Op(1, torch.isnan, Signature.FLOAT_TEST),
     "isinf": Op(1, torch.isinf, Signature.FLOAT_TEST),
     # integers
+    "floordiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="floor"), INTEGERS, 8),
+    "truncdiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="trunc"), INTEGERS, 8),
     "bitwise_and": Op(2, torch.bitwise_and, BITS),
     "bitwise_or": Op(2, torch.bitwise_or, BITS),
     "bitwise_xor": Op(2, torch.bitwise_xor, BITS),
