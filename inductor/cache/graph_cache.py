@@ -166,6 +166,11 @@ def _own_version(rooms: tuple[str, ...]) -> str:
     return content.hexdigest()
 
 
+# Of a GPU: what passes and kernels depend on. Others tell it from GPUs of its kind (uuid, place on the bus), and those
+# have to find the entry too: ranks share entries, and a job that is restarted on another host finds them.
+_PROPERTIES = ("name", "major", "minor", "total_memory", "multi_processor_count")
+
+
 def _devices(step: StepGraph) -> list[str]:
     """The GPUs of a graph, with their properties."""
     vals = (node.meta.get("val") for node in step.graph.nodes)
@@ -173,7 +178,8 @@ def _devices(step: StepGraph) -> list[str]:
     # A step that was captured on a CPU and moved to GPUs for a prediction has devices that this machine may lack.
     if not torch.cuda.is_available():
         return [f"{device}: not here" for device in sorted(devices, key=str)]
-    return [f"{device}: {torch.cuda.get_device_properties(device)}" for device in sorted(devices, key=str)]
+    found = {device: torch.cuda.get_device_properties(device) for device in sorted(devices, key=str)}
+    return [f"{device}: {[getattr(gpu, name) for name in _PROPERTIES]}" for device, gpu in found.items()]
 
 
 def _groups(step: StepGraph) -> list[tuple[Any, ...]]:

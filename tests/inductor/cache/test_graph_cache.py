@@ -323,6 +323,40 @@ def test_other_versions_are_another_entry(where: Any, name: str, value: Any, mon
     assert graph_cache._path(step) != before
 
 
+@dataclasses.dataclass
+class Gpu:
+    """The properties of a GPU, shown as torch shows them."""
+
+    name: str = "NVIDIA H200"
+    major: int = 9
+    minor: int = 0
+    total_memory: int = 150_110_011_392
+    multi_processor_count: int = 132
+    uuid: str = "1b2f"
+    pci_bus_id: int = 25
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"uuid": "77aa", "pci_bus_id": 38}, True),
+        ({"multi_processor_count": 66}, False),
+        ({"name": "NVIDIA H100"}, False),
+        ({"total_memory": 85_520_809_984}, False),
+        ({"major": 10}, False),
+    ],
+)
+def test_another_gpu_of_the_same_kind_finds_the_entry(
+    change: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, gpu = retarget(training_step()), Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    before = graph_cache._path(step)
+    gpu = dataclasses.replace(gpu, **change)
+    assert (graph_cache._path(step) == before) is same
+
+
 def test_knobs_are_part_of_an_entry_unless_they_decide_nothing() -> None:
     step = training_step()
     before = graph_cache._path(step)
