@@ -137,7 +137,9 @@ def _path(step: StepGraph, variant: str = "") -> Path:
     """The file of a captured step: everything that the compiled graph depends on, hashed. A missing part would let a
     step run a graph that was compiled for another one."""
     entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
-    key = [variant, environment(), _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
+    # What integers are divided in, also inside of decompositions.
+    dtype = str(torch.get_default_dtype())
+    key = [variant, environment(), dtype, _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_folder.entry_path("graphs", name)
 

@@ -357,6 +357,13 @@ def test_another_gpu_of_the_same_kind_finds_the_entry(
     assert (graph_cache._path(step) == before) is same
 
 
+def test_another_default_dtype_is_another_entry() -> None:
+    step = training_step()
+    before = graph_cache._path(step)
+    torch.set_default_dtype(torch.float64)
+    assert graph_cache._path(step) != before
+
+
 def test_knobs_are_part_of_an_entry_unless_they_decide_nothing() -> None:
     step = training_step()
     before = graph_cache._path(step)
