@@ -47,10 +47,7 @@ def evaluate(nest: Nest, buffers: Mapping[str, torch.Tensor], numbers: Mapping[s
         if store.mask is not None:
             kept = values[store.mask].expand(axes).reshape(-1)
             at, new = at[kept], new[kept]
-        if store.mode == "add":
-            buffers[store.buffer].index_add_(0, at, new)
-        else:
-            buffers[store.buffer][at] = new
+        buffers[store.buffer][at] = new
 
 
 def _number(value: object, numbers: Mapping[str, float]) -> int:

@@ -308,5 +308,5 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
         return value
 
     stores = rewrite_stores(nest.stores, change)
-    renamed = (Store(names[s.buffer], index(s.index), s.value, s.mask, s.mode) for s in stores)
+    renamed = (Store(names[s.buffer], index(s.index), s.value, s.mask) for s in stores)
     return Nest(tuple(size(n) for n in nest.sizes), tuple(renamed))

@@ -350,10 +350,6 @@ class ValueWriter:
         args = [self._pointer(store.buffer, store.index, axes, dims, scope), str(value)]
         if masks:
             args.append(" & ".join(masks))
-        if store.mode == "add":
-            # Nothing in the kernel reads the sum, and the end of the kernel orders it before later ones.
-            scope.lines.append(f'tl.atomic_add({", ".join(args)}, sem="relaxed")')
-            return
         if self._evicts_first(store):
             args.append('eviction_policy="evict_first"')
         scope.lines.append(f"tl.store({', '.join(args)})")
@@ -369,10 +365,7 @@ class ValueWriter:
         return again and elements * self.dtypes[store.buffer].itemsize > L2_REUSE_BYTES
 
     def _single_writer(self, store: Store, scope: Scope) -> tuple[list[str], frozenset[int]]:
-        """Conditions that let one point store where many would store the same, and the axes of store and conditions.
-
-        Without them an atomic addition would happen once for each point.
-        """
+        """Conditions that let one point store where many would store the same, and the axes of store and conditions."""
         conditions, axes = [], store.axes
         for dim in self.plan.dims:
             missing = [at for at, axis in enumerate(dim.axes) if axis not in store.axes]

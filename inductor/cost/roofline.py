@@ -38,8 +38,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def bytes_moved(nest: Nest, buffers: Mapping[str, Buffer]) -> int:
-    """Bytes that a kernel of ``nest`` reads and writes if it accesses every element once. An accumulating store is a
-    read and a write.
+    """Bytes that a kernel of ``nest`` reads and writes if it accesses every element once.
 
     A gather counts one element per access, at most the whole buffer. Symbols have the value of :func:`size_hint`.
     """
@@ -48,8 +47,7 @@ def bytes_moved(nest: Nest, buffers: Mapping[str, Buffer]) -> int:
         if not is_position(load):
             moved.setdefault((load.buffer, "read"), {})[load.index] = None
     for store in nest.stores:
-        for kind in ("read", "write") if store.mode == "add" else ("write",):
-            moved.setdefault((store.buffer, kind), {})[store.index] = None
+        moved.setdefault((store.buffer, "write"), {})[store.index] = None
     total = 0.0
     for (name, _), indices in moved.items():
         whole = math.prod(size_hint(size) for size in buffers[name].sizes)

@@ -452,8 +452,8 @@ class _Fuser:
             assert isinstance(operation, Loop)
             for store in _forward_stores(substitute_stores(operation.nest.stores, substitution), known):
                 buffer = self.lowered.buffers[store.buffer]
-                # Under a mask, or added, a stored value alone is not what a reader finds in memory.
-                if store.mode == "set" and store.mask is None:
+                # Under a mask, a stored value alone is not what a reader finds in memory.
+                if store.mask is None:
                     known[store.buffer] = (store.index, convert(store.value, buffer.dtype))
                 stores.append(store)
         # A buffer that only members read is never stored: this is what fusion saves.
@@ -476,7 +476,7 @@ def _group(at: int, operation: Loop | Extern) -> _FusionGroup:
         reads.setdefault(load.buffer, set()).add(load.index)
     writes: dict[str, Index | None] = {}
     for store in nest.stores:
-        plain = store.mode == "set" and store.mask is None and store.buffer not in writes and not store.index.indirect
+        plain = store.mask is None and store.buffer not in writes and not store.index.indirect
         writes[store.buffer] = store.index if plain else None
     # The identity: a group of one has its member's axes.
     same = {axis: AxisExpression(((axis, 1),)) for axis in range(len(nest.sizes))}

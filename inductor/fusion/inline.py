@@ -101,7 +101,7 @@ def _producer(loop: Loop, writers: dict[str, int]) -> _Producer | None:
         return None
     store = nest.stores[0]
     # Each element that a reader may load must have this nest's value: one writer, and no mask.
-    if store.mode != "set" or store.mask is not None or store.index.indirect or writers[store.buffer] != 1:
+    if store.mask is not None or store.index.indirect or writers[store.buffer] != 1:
         return None
     values = nest.values()
     # A reduction in its reader would run again for every element that is read.

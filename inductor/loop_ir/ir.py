@@ -388,20 +388,17 @@ class ReductionResult(Value):
 
 @dataclass(frozen=True)
 class Store:
-    """``buffer[index] = value`` (or ``+=`` with ``mode="add"``, in no order) at every point of the axes that the index
-    or the value change along, where ``mask`` holds."""
+    """``buffer[index] = value`` at every point of the axes that the index or the value change along, where ``mask``
+    holds."""
 
     buffer: str
     index: Index
     value: Value
     mask: Value | None = None
-    mode: str = "set"
 
     @property
     def axes(self) -> frozenset[int]:
         """The axes whose points store: those of the index, the value and the mask."""
-        # An axis in none of the three stores once, not once a point. With ``mode="add"`` this decides the result: an
-        # addition repeated along an unused axis would count its length.
         mask = self.mask.axes if self.mask is not None else frozenset()
         return self.index.axes | self.value.axes | mask
 
@@ -414,9 +411,8 @@ class Store:
             yield self.mask
 
     def __str__(self) -> str:
-        sign = {"set": "=", "add": "+="}[self.mode]
         condition = "" if self.mask is None else f" if {self.mask}"
-        return f"{self.buffer}[{self.index}] {sign} {self.value}{condition}"
+        return f"{self.buffer}[{self.index}] = {self.value}{condition}"
 
 
 # Stores are in order only for one point: a later one may read what an earlier one stored there. Points run in no
@@ -508,4 +504,4 @@ def map_values(store: Store, new: dict[Value, Value], index: Index | None = None
     index = store.index if index is None else index
     indirect = [(new[value], stride) for value, stride in store.index.indirect]
     mask = None if store.mask is None else new[store.mask]
-    return Store(store.buffer, Index(index.strides, index.offset, indirect), new[store.value], mask, store.mode)
+    return Store(store.buffer, Index(index.strides, index.offset, indirect), new[store.value], mask)

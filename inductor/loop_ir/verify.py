@@ -137,7 +137,7 @@ class _NestVerifier:
         # Such a constant fails only when Triton compiles the kernel, with no user's line in sight.
         if not load.dtype.is_floating_point and not math.isfinite(load.other):
             self.fail(f"{load.other} is no {load.dtype}", load)
-        if stored is not None and (stored.index != load.index or stored.mode != "set"):
+        if stored is not None and stored.index != load.index:
             # Programs of a kernel run in no order: only the point that stores an element may read it.
             self.fail(f"{load.buffer} is stored at {stored.index} and read at {load.index} by one nest", load)
 
@@ -239,16 +239,11 @@ class _NestVerifier:
     # ---- stores
 
     def _store(self, store: Store) -> None:
-        if store.mode not in ("set", "add"):
-            self.fail(f"a store has no mode {store.mode!r}", store)
         if not store.axes <= self.axes:
             self.fail(f"axes {sorted(store.axes - self.axes)} do not exist", store)
         self._access(store.buffer, store.index, store.mask, store.value.dtype, store)
         if isinstance(store.value, Reduce) and REDUCTIONS[store.value.kind].results > 1:
             self.fail(f"{store.value.kind} has several results, of which one must be chosen", store)
-        # Additions commute, so points may share an element; what is checked below is about overwriting.
-        if store.mode == "add":
-            return
         # Programs run in no order: which of the values would remain in memory is undefined.
         lost = {axis for axis in store.value.axes - store.index.axes if self.nest.sizes[axis] != 1}
         if lost:
@@ -274,7 +269,7 @@ class _NestVerifier:
 
     def _disjoint(self, one: Store, other: Store) -> None:
         """Two stores to one buffer write different elements; tried for the first element of each."""
-        if one.buffer != other.buffer or "add" in (one.mode, other.mode):
+        if one.buffer != other.buffer:
             return
         # Masks may exclude each other, which is not decided here.
         if one.mask is None and other.mask is None and overlap(one, self.nest, other, self.nest):
@@ -371,8 +366,7 @@ def listing(nest: Nest, marked: Value | Store | None = None) -> str:
             lines.append(f"{'>' if here else ' '}   {text}")
     for store in nest.stores:
         mask = "" if store.mask is None else f" if {names[store.mask]}"
-        sign = "+=" if store.mode == "add" else "="
-        text = f"{store.buffer}[{_index(store.index, names)}] {sign} {names[store.value]}{mask}"
+        text = f"{store.buffer}[{_index(store.index, names)}] = {names[store.value]}{mask}"
         lines.append(f"{'>' if store is marked else ' '}   {text}")
     return "\n".join(lines)
 

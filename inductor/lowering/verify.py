@@ -140,7 +140,7 @@ class _StepVerifier:
 
 
 def _plain(store: Store) -> bool:
-    return store.mode == "set" and store.mask is None and not store.index.indirect
+    return store.mask is None and not store.index.indirect
 
 
 def _elements(buffer: Buffer) -> Int:
