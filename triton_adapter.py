@@ -148,9 +148,12 @@ def _on_each_half(found: re.Match[str]) -> str:
 
 
 def replace_packed_integers(*stages_of_backend: Any) -> tuple[str, str]:
-    """A hook for ``triton.knobs.runtime.add_stages_inspection_hook``: :func:`without_packed_integers` for kernels that
-    Triton itself compiles, in files of programs. Called with a backend and its stages, it changes them; called without,
-    as of Triton 3.7, it returns what is part of the key of Triton's cache."""
+    """A hook for ``triton.knobs.runtime.add_stages_inspection_hook``, which applies :func:`without_packed_integers` to
+    the kernels that Triton compiles in a program file.
+
+    Triton calls it with a backend and its compilation stages, which it changes. As of Triton 3.7, Triton also calls it
+    without arguments: the two strings are part of its cache keys.
+    """
     if stages_of_backend:
         _, stages, *_ = stages_of_backend
         make = stages["ptx"]
@@ -158,7 +161,7 @@ def replace_packed_integers(*stages_of_backend: Any) -> tuple[str, str]:
     return "without packed integers", "without packed integers"
 
 
-# What a file of a program needs of this one.
+# Functions that a program file embeds.
 STAGE_FUNCTIONS = (without_packed_integers, _on_each_half, replace_packed_integers)
 
 

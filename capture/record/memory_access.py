@@ -66,7 +66,7 @@ def storages_keep_their_memory() -> Iterator[None]:
     resize_original, reduce_original = torch.UntypedStorage.resize_, torch.Tensor.__reduce_ex__
 
     def resize(storage: Any, *args: Any, **kwargs: Any) -> Any:
-        # Torch gives the fake of a tensor without elements a storage of no bytes.
+        # Torch resizes the storage of a fake without elements to zero bytes.
         by_torch = storage.device.type == "meta" and not is_user_file(sys._getframe(1).f_code.co_filename)
         if recording() is not None and not by_torch:
             raise MemoryOfTensor("resize_() of a storage", user_line(), _OUTSIDE)

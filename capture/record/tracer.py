@@ -129,7 +129,7 @@ def capture_step(
     """
     refuse_tools_around(name := getattr(step, "__qualname__", type(step).__qualname__))
     changing = trying_arguments(changing, args, kwargs or {}) if not outcomes else changing
-    escapes, created = EscapeCheck(), list[Entry]()  # the latter: state of optimizers
+    escapes, created = EscapeCheck(), list[Entry]()  # `created`: state of optimizers
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected, alike

@@ -137,7 +137,7 @@ def _path(step: StepGraph, variant: str = "") -> Path:
     """The file of a captured step: everything that the compiled graph depends on, hashed. A missing part would let a
     step run a graph that was compiled for another one."""
     entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
-    # What integers are divided in, also inside of decompositions.
+    # True division of integers gives the default dtype, also inside decompositions.
     dtype = str(torch.get_default_dtype())
     key = [variant, environment(), dtype, _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -168,8 +168,8 @@ def _own_version(rooms: tuple[str, ...]) -> str:
     return content.hexdigest()
 
 
-# Of a GPU: what passes and kernels depend on. Others tell it from GPUs of its kind (uuid, place on the bus), and those
-# have to find the entry too: ranks share entries, and a job that is restarted on another host finds them.
+# Properties of a GPU that passes and kernels depend on. Not those that identify one GPU (uuid, PCI address): all ranks
+# share an entry, also when a job is restarted on another host.
 _PROPERTIES = ("name", "major", "minor", "total_memory", "multi_processor_count")
 
 

@@ -65,8 +65,8 @@ import triton.language as tl
 
 _STAGES_OF_TRITON = """
 
-# As in a compiled step, packed 16-bit integer operations are replaced, because ptxas compiles some of them wrongly. The
-# cache is one of its own: keys of Triton 3.6 would find what was compiled without this.
+# As in a compiled step, packed 16-bit integer operations are replaced, because ptxas compiles some of them wrongly.
+# This needs a separate cache directory: cache keys of Triton 3.6 do not include the hook.
 triton.knobs.runtime.add_stages_inspection_hook = replace_packed_integers
 triton.knobs.cache.dir = f"{triton.knobs.cache.dir}/weft"
 """

@@ -83,19 +83,19 @@ def scheduled(
         if not more:
             break
         unreachable_groups += more
-    # Every rank runs what the same passes make of the decisions, rank 0 too: not the graph that it has searched on.
-    begin, passes = step, list[Pass]()
+    # Every rank runs the graph that the same passes make from the decisions. Rank 0 does not run its planner's graph.
+    base, passes = step, list[Pass]()
     if chosen is None:
         passes = [in_captured_order]
     elif chosen.replayed:
-        begin = chosen.step
+        base = chosen.step
     else:
         passes = schedule_passes(chosen.decisions)
     # Transports first: a collective that peers carry needs no communicator, and the arena is laid out for the order of
     # issue, which no later pass may change.
     passes = [*passes, apply_transports, assign_communicators]
     runner = runner or PassRunner()
-    found = runner.run("schedule", begin.copy(), passes, checks.check if checks is not None else None)
+    found = runner.run("schedule", base.copy(), passes, checks.check if checks is not None else None)
     return whole.joined(found), chosen
 
 

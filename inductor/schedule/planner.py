@@ -478,7 +478,7 @@ class _Planner:
         chosen = [(at, node.meta["transport"]) for at, node in enumerate(step.graph.nodes) if is_collective(node)]
         self.by_peers = [name for name in dict.fromkeys(name for _, name in chosen) if name != LIBRARY]
         library_casts(step)
-        # Libraries do nothing on the way, so nothing has to be found out.
+        # Libraries do no casts on the way. Then no copy of the graph has to show which casts are left.
         costs = TransportedCosts(self.costs, step) if self.by_peers else self.costs
         task_graph, nodes = build(step, self.cluster, costs)
         order = min_memory_order(task_graph, precedence(task_graph))

@@ -43,7 +43,7 @@ class Schedule:
         limit: memory limit in bytes. The default one may be exceeded, with a warning.
         candidates: how many candidates were evaluated.
         warnings: messages for the user.
-        replayed: whether ``step`` was made by the passes of the decisions, as on every rank but the one that decided.
+        replayed: whether the passes of ``decisions`` made ``step``. On the rank that decides, the planner made it.
     """
 
     step: StepGraph
