@@ -22,7 +22,7 @@ from weft.inductor.cost.attention_shapes import AttentionShape
 from weft.inductor.cost.cluster import Gpu
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.cost.gemm_shapes import GemmRates
-from weft.inductor.graph.aliasing import looks_into, share_storage
+from weft.inductor.graph.aliasing import copies, looks_into
 from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.multi_tensor.one_hot import INDEX, OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
@@ -68,8 +68,6 @@ _SHARED_SCATTER_REACH = 0.21  # of indices that grow along their rows
 
 # These read no more of their first tensor than they return.
 _GATHERS = frozenset({aten.embedding, aten.gather, aten.index, aten.index_select, aten.take})
-# Views that copy if no strides can express the result.
-_MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten})
 
 
 class ComputeCosts:
@@ -270,7 +268,7 @@ def is_free(node: Node) -> bool:
     if node.op != "call_function" or not tensors_of(node) or is_collective(node) or getattr(node.target, "free", False):
         return True
     if looks_into(node):
-        return not _copies(node)
+        return not copies(node)
     return isinstance(node.target, OpOverload) and str(node.target).startswith(("aten.empty", "aten.new_empty"))
 
 
@@ -297,14 +295,6 @@ def _reached_pointwise(node: Node, kernel: KernelCall) -> float:
     if size == block:
         return 1.0
     return _NARROW_REACH.get(block * tensors_of(node)[0].dtype.itemsize, 1.0)
-
-
-def _copies(view: Node) -> bool:
-    """Whether an operation that returns a view if it can has to copy its operand."""
-    operand = view.args[0]
-    if getattr(view.target, "overloadpacket", None) not in _MAY_COPY or not isinstance(operand, Node):
-        return False
-    return not share_storage(view, operand) and not operand.meta["val"].is_contiguous()
 
 
 def _has_symbols(node: Node) -> bool:

@@ -53,6 +53,9 @@ _INVERSES = frozenset(
 # Hand back their input's memory although their schemas do not say so.
 _UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", WAIT._schema.name})
 
+# Views where strides can express the result, and copies elsewhere.
+_MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten})
+
 Geometry = tuple[Any, ...]
 
 
@@ -109,6 +112,15 @@ def _makes_views(target: Any) -> bool:
 def _is_view(op: OpOverload) -> bool:
     marked = any(result.alias_info is not None for result in op._schema.returns)
     return not op._schema.is_mutable and (marked or op._schema.name in _UNMARKED_VIEWS)
+
+
+def copies(view: torch.fx.Node) -> bool:
+    """Whether an operation whose schema says "view" has to copy its operand, as no strides can express the result."""
+    operand = view.args[0] if view.args else None
+    if not isinstance(operand, torch.fx.Node) or getattr(view.target, "overloadpacket", None) not in _MAY_COPY:
+        return False
+    # The fake of a node that a pass made can lie in memory of its own.
+    return not share_storage(view, operand) and not operand.meta["val"].is_contiguous()
 
 
 def with_views(*nodes: torch.fx.Node) -> list[torch.fx.Node]:

@@ -21,16 +21,13 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
 from weft.capture.node_meta import source_line
 from weft.capture.sizes_in_bytes import format_bytes
-from weft.inductor.graph.aliasing import effects_of, looks_into
+from weft.inductor.graph.aliasing import copies, effects_of, looks_into
 from weft.inductor.graph.live_range import BLOCK, LiveInterval, bytes_over_time
-from weft.inductor.graph.operations import argument_at, op_name
+from weft.inductor.graph.operations import argument_at
 from weft.inductor.graph.sizes import tensors_in
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
-
-# Hand back what they were given where its strides allow, else a copy.
-_MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::flatten"})
 
 _MOST_NAMED = 20  # storages that an explanation lists. A choice.
 
@@ -218,9 +215,7 @@ def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         pairs = zip(_tensors(picked), _tensors(val), strict=False)
     else:
         operand = _tensors(_val(node.all_input_nodes[0]))[:1]
-        name = op_name(node)
-        copies = name in _MAY_COPY and not operand[0].is_contiguous()
-        pairs = ((operand[0], result) for result in ([] if copies else _tensors(val)))
+        pairs = ((operand[0], result) for result in ([] if copies(node) else _tensors(val)))
     yield from pairs
 
 

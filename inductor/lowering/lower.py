@@ -15,7 +15,7 @@ import torch
 from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
-from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.graph.gpu import multiprocessors
 from weft.inductor.graph.inline_function import base_of
@@ -124,6 +124,9 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
     # elements, which an index in elements cannot say.
     source = next((n for n in node.all_input_nodes if n in lowered.operands), None)
     if source is None or val.layout is not torch.strided or val.dtype != source.meta["val"].dtype:
+        return False
+    # `reshape` returns a view where strides allow, else a copy, and its schema says "view" of both.
+    if not share_storage(node, source):
         return False
     if torch_adapter.hint(val.storage_offset()) is None:  # only the view itself knows where the data put it
         return False
