@@ -675,7 +675,7 @@ class HookCountDiffers(WeftError):
 class UnknownOption(WeftError, ValueError):
     """An option has a value weft does not know."""
 
-    def __init__(self, name: str, value: object, known: list[object]) -> None:
+    def __init__(self, name: str, value: object, known: Sequence[object]) -> None:
         super().__init__(f"{name}={shown(value)} is not known; choose one of {choices(value, known)}")
 
 

@@ -1351,10 +1351,14 @@ def abandon_capture(device: torch.device, pool: Any) -> None:
         torch._C._cuda_releasePool(device.index, pool)
 
 
+def current_stream_key() -> tuple[int, int]:
+    """Device and id of the current CUDA stream. ``torch.cuda.current_stream`` reads the environment each time."""
+    return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())[1::-1]
+
+
 def backend_of_group(name: str, device: str) -> str:
     """The backend that a process group communicates over for tensors on this kind of device."""
-    group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
-    backends = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    backends = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group(name))))
     return str(backends.get_device_backend_map().get(device, ""))
 
 

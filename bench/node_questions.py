@@ -28,10 +28,10 @@ from compile_time import llama
 
 import weft
 from weft import knobs
-from weft.inductor.compiler import scheduled_graph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.scheduled_graph import scheduled_graph
 
 ROOT = os.path.dirname(weft.__file__) + os.sep
 Node = torch.fx.Node

@@ -3,9 +3,10 @@
 Stages, each a list of passes that one :class:`weft.inductor.graph.pass_runner.PassRunner` runs:
 
 1. ``graph``: :data:`weft.inductor.passes.pipeline.KERNEL_PASSES`, or ``ATEN_PASSES`` where ATen kernels run.
-2. ``kernels``: :func:`generation_passes`. The result of stages 1 and 2 is cached on disk.
-3. ``schedule``: ranks agree on a schedule (analysis), then :func:`weft.inductor.schedule.decisions.schedule_passes`
-   apply it, and the last two of :func:`weft.inductor.schedule.agree_on_schedule.scheduled`.
+2. ``kernels``: :func:`weft.inductor.kernel_stages.generation_passes`.
+3. ``schedule``: ranks agree on a schedule (analysis), :func:`weft.inductor.schedule.decisions.schedule_passes` apply
+   it, :func:`weft.inductor.schedule.agree_on_schedule.apply_transports` lays out what peers share. The result is cached
+   on disk; that of stage 2 where nothing is scheduled. Last, collectives get their communicators.
 4. ``binding``: :func:`loading_passes`, then :data:`BINDING`, which needs the GPUs and the other ranks.
 5. ``program``: the Program is written, cut into CUDA graphs where that is possible. One pass runs over the pieces that
    are not recorded, :func:`weft.inductor.runtime.piecewise_cudagraph.stage_host_copies`.
@@ -17,49 +18,40 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from weft import knobs
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
-from weft.capture.step_interface import Role
 from weft.capture.user_code import format_frame
-from weft.errors import CannotWrite, MalformedGraph, MalformedSchedule, MemoryLimitUnreachable, NoClusterHere
-from weft.inductor.cache.graph_cache import cached
+from weft.errors import CannotWrite, NoClusterHere
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
-from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster, cluster_here
-from weft.inductor.fusion.generate_kernels import GenerateKernels
-from weft.inductor.graph.aliasing import storages
 from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
 from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, is_enabled, keeps_bits, required, without
 from weft.inductor.graph.repro import save
+from weft.inductor.kernel_stages import kernel_calls, kernel_calls_by_device, kernel_graph
 from weft.inductor.lowering.lower import device_kind
-from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes, without_rewrites
-from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.runtime.kernels import arch_of, compile_kernels
+from weft.inductor.runtime.kernels import compile_kernels
 from weft.inductor.runtime.multi_tensor import multi_tensor_kernels, use_kernels
 from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
-from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
-from weft.inductor.schedule.decisions import Decisions
-from weft.inductor.schedule.planner import repeat, schedule
 from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.schedule.verify import verifier
+from weft.inductor.scheduled_graph import scheduled_graph
 from weft.inductor.transports.instantiate import bind
 
 log = logging.getLogger(__name__)
@@ -69,10 +61,6 @@ T = TypeVar("T")
 Mode = Literal["default", "bitwise"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-
-# Budgets of recomputation that are tried in turn, as fractions of the memory limit: communication needs the rest, and
-# how much is known only after scheduling.
-_BUDGETS = (1.0, 0.85, 0.7)
 
 # Attempts to compile a step without what failed, before all generated kernels are left out.
 _MOST_ATTEMPTS = 12
@@ -119,11 +107,6 @@ def left_out_of(program: Program) -> LeftOut:
 # ---- the list of passes
 
 
-def generation_passes(runner: PassRunner) -> list[Pass]:
-    """Generate kernels and order the graph that calls them. ``runner`` accounts for the time of each step of it."""
-    return [GenerateKernels(runner), schedule_waits]
-
-
 @required
 @keeps_bits
 class LoadKernels:
@@ -140,7 +123,7 @@ class LoadKernels:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """Compile and attach. Changes ``step``."""
-        for device, calls in _kernel_calls_by_device(step).items():
+        for device, calls in kernel_calls_by_device(step).items():
             sources = list(dict.fromkeys(call.generated.source for call in calls))
             self._with_others(step, sources, device)
             try:
@@ -170,30 +153,6 @@ class LoadKernels:
             if (error := failed[source]) is not None:
                 lines = {o.operation: format_frame(o.frame) if o.frame else "" for o in call.origins}
                 self._faults.note(error, {Part("operation", name): line for name, line in lines.items()})
-
-
-def _begin_kernels(step: StepGraph) -> None:
-    """Begin to compile what :class:`LoadKernels` is going to load, as far as it is known before the schedule. Does
-    nothing outside of a compilation: a prediction needs no kernels, and may be for GPUs that are not here."""
-    if not compile_pool.compiles_ahead():
-        return
-    anywhere = _readers_of_the_batch(step)
-    for device, calls in _kernel_calls_by_device(step).items():
-        if device.type == "cuda":
-            others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
-            unaligned = [call.generated.source.unaligned() for call in calls if id(call) in anywhere]
-            sources = [*others, *(call.generated.source for call in calls), *unaligned]
-            compile_pool.begin(sources, arch_of(device))
-
-
-def _readers_of_the_batch(step: StepGraph) -> set[int]:
-    """The ids of the kernel calls that read tensors of the batch, which may begin anywhere in memory: ``ids[:, 1:]`` of
-    one sequence is no copy. Their variants for such tensors are compiled beside all others. At the first launch that
-    needs one, the step would wait for the compiler."""
-    inputs = zip(step.placeholders, step.inputs, strict=True)
-    batch = {key for node, given in inputs if given.role is Role.BATCH for key in storages(node)}
-    reads = lambda node: any(batch & storages(operand) for operand in node.all_input_nodes)
-    return {id(node.target) for node in step.graph.nodes if isinstance(node.target, KernelCall) and reads(node)}
 
 
 def _failure(run: Callable[[], object]) -> Exception | None:
@@ -361,178 +320,6 @@ class _Attempts:
         return program
 
 
-def scheduled_graph(
-    step: StepGraph,
-    cluster: Cluster | None,
-    memory_limit: int | None,
-    generates: bool,
-    runner: PassRunner,
-    agreed: AgreedCollectives | None = None,
-    *,
-    arrive: Callable[[], None] = lambda: None,
-) -> tuple[StepGraph, Schedule | None]:
-    """The graph that a program runs, before binding, and its schedule, which is None without a ``cluster``. ``step``
-    stays as it is; ``agreed`` as for :func:`compile_graph`.
-
-    Where a ``memory_limit`` is given and no schedule fits it, backward recomputes values of forward: first as many as
-    the limit alone seems to need, then more.
-
-    Args:
-        arrive: called before what ranks do together.
-
-    Raises:
-        MemoryLimitUnreachable: nothing fits ``memory_limit``.
-    """
-    if cluster is None:
-        return _with_agreed_collectives(step, generates, None, runner, agreed, arrive, ordered=True), None
-    decide = functools.partial(
-        scheduled, cluster=cluster, memory_limit=memory_limit, keep_bits=not generates, runner=runner
-    )
-
-    def attempt(budget: int | None) -> tuple[StepGraph, Schedule | None]:
-        graph = _with_agreed_collectives(step, generates, budget, runner, agreed, arrive, ordered=False)
-        arrive()
-        _begin_kernels(graph)  # workers compile them while this process schedules
-        return runner.timed("schedule", lambda: decide(graph))
-
-    return _within_budgets(memory_limit if generates else None, attempt)
-
-
-def predicted_schedule(
-    step: StepGraph,
-    cluster: Cluster,
-    memory_limit: int | None = None,
-    known: MutableMapping[int | None, StepGraph] | None = None,
-    kept: KeptSchedules | None = None,
-) -> Schedule:
-    """The schedule that ``step``, a graph on GPUs, would have on ``cluster``: predicted, no GPU is needed and no kernel
-    is compiled. The process groups of the step have to be there, those of a fake world too. ``step`` stays as it is.
-
-    Args:
-        memory_limit: as for :func:`compile_graph`.
-        known: the graphs of kernels of this step, by their budget of recomputation. It gets those that are made, so
-            that the next prediction with other limits or another cluster needs none. Without it, the cache on disk
-            serves.
-        kept: what was decided for this step. It gets what is decided, so that the same prediction needs no search.
-
-    Raises:
-        MemoryLimitUnreachable: nothing fits ``memory_limit``.
-        GroupGone: a process group of the step is not there any more.
-    """
-    runner = PassRunner()
-
-    def attempt(budget: int | None) -> Schedule:
-        if known is None:
-            graph = _unscheduled(step, True, budget, runner)
-        elif budget in known:
-            graph = known[budget]
-        else:
-            graph = known[budget] = _unscheduled(step, True, budget, runner, caches=False)
-        found = schedule(graph, cluster, memory_limit)
-        if kept is not None:
-            kept.put(about, json.dumps([budget, found.decisions.text(), found.candidates, found.warnings]))
-        return found
-
-    about = f"{cluster_file.text(cluster)} within {memory_limit}"
-    if kept is not None and known is not None and (text := kept.get(about)) is not None:
-        found = _repeated(text, cluster, memory_limit, known)
-        if found is not None:
-            return found
-    return _within_budgets(memory_limit, attempt)
-
-
-class KeptSchedules(Protocol):
-    """What was decided for a step on clusters and within limits, as text."""
-
-    def get(self, about: str) -> str | None:
-        """The text that was put there for a cluster and a limit."""
-
-    def put(self, about: str, text: str) -> None:
-        """Keep ``text`` for a cluster and a limit."""
-
-
-def _repeated(
-    text: str, cluster: Cluster, memory_limit: int | None, known: Mapping[int | None, StepGraph]
-) -> Schedule | None:
-    """The schedule that ``text`` tells of; None where it tells of none."""
-    try:
-        budget, decisions, candidates, warnings = json.loads(text)
-        made, graph = Decisions.read(decisions), known.get(budget)
-        if graph is None:
-            return None
-        return repeat(graph, cluster, made, memory_limit, candidates=candidates, warnings=warnings)
-    except (ValueError, LookupError, TypeError, MalformedGraph, MalformedSchedule) as error:
-        log.warning("a kept schedule cannot be used (%s: %s); it is searched again", type(error).__name__, error)
-        return None
-
-
-def _within_budgets(memory_limit: int | None, attempt: Callable[[int | None], T]) -> T:
-    """The result of the first attempt that fits: without recomputation, then with more and more of it. ``attempt`` gets
-    the bytes that forward may keep, None for everything.
-
-    Raises:
-        MemoryLimitUnreachable: none fits ``memory_limit``.
-    """
-    budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if memory_limit is not None)]
-    for budget in budgets:
-        try:
-            return attempt(budget)
-        except MemoryLimitUnreachable as error:
-            if budget == budgets[-1] or error.certain:
-                raise
-            log.info("recomputing more in backward: %s", error)
-    raise AssertionError
-
-
-def _with_agreed_collectives(
-    step: StepGraph,
-    generates: bool,
-    budget: int | None,
-    runner: PassRunner,
-    agreed: AgreedCollectives | None,
-    arrive: Callable[[], None],
-    *,
-    ordered: bool,
-) -> StepGraph:
-    """The step after the stages ``graph`` and ``kernels``, with the same collectives on all ranks."""
-    graph = _unscheduled(step, generates, budget, runner)
-    if agreed is None or not step.collectives():
-        return graph
-    arrive()
-    if agreed.all_issue(graph, "" if budget is None else f"within {budget}", ordered=ordered):
-        return graph
-    graph = _unscheduled(step, generates, budget, runner, rewrites=False)
-    return runner.run("schedule", graph, [in_captured_order])
-
-
-def _unscheduled(
-    step: StepGraph,
-    generates: bool,
-    budget: int | None,
-    runner: PassRunner,
-    *,
-    rewrites: bool = True,
-    caches: bool = True,
-) -> StepGraph:
-    """The step after the stages ``graph`` and ``kernels``; without ``rewrites``, every collective is as captured;
-    without ``caches``, made without the cache on disk, whose key takes the whole graph as text."""
-    passes = kernel_passes(budget) if generates else ATEN_PASSES
-    passes = passes if rewrites else without_rewrites(passes)
-    if not generates:
-        return runner.run("graph", step.copy(), passes)
-
-    def make(graph: StepGraph) -> StepGraph:
-        compile_pool.start_workers()
-        made = kernel_graph(runner.run("graph", graph.copy(), passes), runner)
-        _begin_kernels(made)  # before the graph is written to the cache, and ranks compare theirs
-        return made
-
-    if not caches:
-        return make(step)
-    how = "" if rewrites else ", collectives as captured"
-    return cached(step, make, f"within {budget}{how} without {runner.left_out.variant()}")
-
-
 def _cluster(memory_limit: int | None) -> Cluster | None:
     """The description of this cluster. None where there is none and no limit is given: the step then runs in the order
     of :mod:`weft.inductor.passes.schedule_waits`, and a warning says so once."""
@@ -550,12 +337,6 @@ def _warn(message: str) -> None:
     log.warning("%s", message)
 
 
-def kernel_graph(step: StepGraph, runner: PassRunner | None = None) -> StepGraph:
-    """The step with generated kernels, not compiled yet, in place of all operations that have a lowering."""
-    runner = runner or PassRunner()
-    return runner.run("kernels", step, generation_passes(runner))
-
-
 def make_kernels(step: StepGraph) -> StepGraph:
     """The step with generated kernels, compiled, in place of all operations that have a lowering."""
     runner = PassRunner()
@@ -564,19 +345,8 @@ def make_kernels(step: StepGraph) -> StepGraph:
     return graph
 
 
-def _kernel_calls(step: StepGraph) -> list[KernelCall]:
-    return [node.target for node in step.graph.nodes if isinstance(node.target, KernelCall)]
-
-
-def _kernel_calls_by_device(step: StepGraph) -> dict[torch.device, list[KernelCall]]:
-    found: dict[torch.device, list[KernelCall]] = {}
-    for call in _kernel_calls(step):
-        found.setdefault(call.device, []).append(call)
-    return found
-
-
 def _log_kernels(step: StepGraph, runner: PassRunner) -> None:
-    calls = _kernel_calls(step)
+    calls = kernel_calls(step)
     different = len({call.generated.source for call in calls})
     operations = sum(len(call.origins) for call in calls)
     seconds = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in runner.seconds.items())

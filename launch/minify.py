@@ -22,8 +22,9 @@ from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Role
 from weft.errors import CannotWrite, NothingToReduce, WeftError
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.compiler import kernel_graph, make_kernels
+from weft.inductor.compiler import make_kernels
 from weft.inductor.graph.repro import known, load, part, save, units
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten

@@ -31,7 +31,6 @@ from weft.capture.step_interface import Role
 from weft.capture.user_code import format_frame
 from weft.compile import CompiledStep
 from weft.errors import BranchesOnInteger, MemoryLimitUnreachable
-from weft.inductor.compiler import KeptSchedules, predicted_schedule
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.compute_cost import ComputeCosts
@@ -42,6 +41,7 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.planner import schedule as plan_schedule
 from weft.inductor.schedule.planner import usable_memory
 from weft.inductor.schedule.schedule_result import Schedule
+from weft.inductor.scheduled_graph import KeptSchedules, predicted_schedule
 from weft.plan.batch import with_batch
 from weft.plan.breakdown import exposed_by_axis, model_operations, parts, unpriced
 from weft.plan.memory_roles import TensorAtPeak, memory_by_role

@@ -80,6 +80,8 @@ INNER_FLOORS = [
     "cost",
     "fusion",
     "schedule",
+    "kernel_stages",
+    "scheduled_graph",
     "compiler",
 ]
 

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from weft import torch_adapter
 from weft.capture.fake import fake_streams
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.node_meta import meta_of
@@ -126,7 +127,10 @@ class Streams:
         """The number of the stream that is current in Python."""
         if not self._real:  # asked at each node: not through the replacements of torch's functions
             return self._number(fake_streams.current_stream())
-        return self._number(torch.cuda.current_stream()) if torch.cuda.is_initialized() else 0
+        if not torch.cuda.is_initialized():
+            return 0
+        number = self._numbers.get(torch_adapter.current_stream_key())
+        return self._number(torch.cuda.current_stream()) if number is None else number
 
     def end(self) -> None:
         """Append the last nodes of the graph: later work on the side streams comes after the step."""

@@ -1,5 +1,5 @@
-"""Compiled graphs on disk. A second process that compiles the same step reads the graph of kernels from the cache and
-runs no pass, lowering, fusion or code generation.
+"""Compiled graphs on disk. A second process that compiles the same step reads the compiled graph from the cache and
+runs no pass, lowering, fusion or code generation. Which stage of compilation made the graph is a part of the key.
 
 The key of an entry is a hash of everything that it depends on: the captured graph with its fake values, the versions of
 Python, torch, Triton and weft (by the content of its files), the knobs and the GPU. The user's line numbers are not in
@@ -15,16 +15,15 @@ import json
 import logging
 import platform
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from weft import cache_folder, knobs, torch_adapter, triton_adapter
 from weft.capture.graph import StepGraph
-from weft.errors import MemoryLimitUnreachable, TritonMissing
+from weft.errors import TritonMissing
 from weft.inductor.cache.kernel_text import check_kernel
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph import serialize
@@ -39,7 +38,6 @@ _ELSEWHERE = frozenset(
     {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s"}
     | {"form_limit", "recapture_limit", "strict", "verify", "verify_graphs"}
 )
-T = TypeVar("T")
 
 
 def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str = "") -> StepGraph:
@@ -52,96 +50,73 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
         variant: a part of the key that tells this ``make`` from others.
 
     """
-    started = time.process_time()
-    if not cache_folder.usable():
-        return make(step)
-    try:
-        path = _path(step, variant)
-    except NotPortable as reason:
-        log.info("compiled in this process only: the graph holds %s", reason)
-        return make(step)
-    compiled = _read(path, step)
-    if compiled is not None:
-        log.info("compiled before: read in %.2f s (CPU) from %s", time.process_time() - started, path)
-    else:
-        compiled = make(step)
-        try:
-            cache_folder.write_checked(path, serialize.dump(compiled, step).encode())
-        except NotPortable as reason:
-            log.info("compiled in this process only: the graph of kernels holds %s", reason)
-    _names[compiled.graph] = path.name
+    path = entry_of(step, variant)
+    if path is not None and (found := read(path, step)) is not None:
+        return found[0]
+    compiled = make(step)
+    if path is not None:
+        write(path, compiled, step)
     return compiled
 
 
-# File names of the graphs that :func:`cached` returned; they hash everything that the graph depends on.
-_names: weakref.WeakKeyDictionary[torch.fx.Graph, str] = weakref.WeakKeyDictionary()
-
-
-def note_part(part: StepGraph, compiled: StepGraph) -> None:
-    """Have :func:`remembered` serve a graph that follows from one that :func:`cached` returned."""
-    if compiled.graph in _names:
-        _names[part.graph] = f"{_names[compiled.graph]} in part"
-
-
-def remembered(compiled: StepGraph, about: str, make: Callable[[], str], read: Callable[[str], T]) -> T:
-    """``read(make())``, or ``read`` of the text that an earlier call made for the same graph. Used for schedules.
+def entry_of(step: StepGraph, variant: str = "") -> Path | None:
+    """The file of what is compiled of a captured step: everything that it depends on, hashed. A missing part would let
+    a step run a graph that was compiled for another one. None where nothing can be kept: there is no folder, or the
+    step holds what only this process knows.
 
     Args:
-        compiled: a graph that :func:`cached` returned, or a part of one (:func:`note_part`). For other graphs nothing
-            is stored.
-        about: everything that the text depends on beside the captured graph and the knobs.
-        make: computes the text.
-        read: what the text means. A text from a file that it refuses, by any error of Python's or MalformedGraph or
-            MalformedSchedule, is made again.
+        variant: a part of the key that tells what is compiled from other graphs of the same step.
     """
-    if compiled.graph not in _names:
-        return read(make())
-    name = hashlib.sha256(json.dumps([_names[compiled.graph], about]).encode()).hexdigest()
-    path = cache_folder.entry_path("schedules", name)
-    known = cache_folder.read_checked(path)
-    if known is not None:
-        try:
-            return read(known.decode())
-        except (MemoryError, MemoryLimitUnreachable):
-            raise  # the latter is what a text may say
-        except Exception as error:  # noqa: BLE001 - its checksum holds, but nobody knows who wrote it
-            _tell_of_damage(path, error)
-    said = make()
-    cache_folder.write_checked(path, said.encode())
-    return read(said)
+    if not cache_folder.usable():
+        return None
+    entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
+    # True division of integers gives the default dtype, also inside decompositions.
+    dtype = str(torch.get_default_dtype())
+    key: list[Any] = [variant, environment(), dtype, _devices(step), _symbols(step), entries, _groups(step)]
+    try:
+        key.append(serialize.dump(step))
+    except NotPortable as reason:
+        log.info("compiled in this process only: the graph holds %s", reason)
+        return None
+    return cache_folder.entry_path("graphs", hashlib.sha256(json.dumps(key).encode()).hexdigest())
 
 
-def _read(path: Path, step: StepGraph) -> StepGraph | None:
-    """The verified graph in ``path`` with the line numbers of ``step``; None if it is missing or invalid."""
+def write(path: Path, compiled: StepGraph, step: StepGraph, note: str = "") -> None:
+    """Keep a compiled graph of ``step`` in ``path``, with a ``note`` of one line. A graph that only this process knows
+    is not kept."""
+    try:
+        text = serialize.dump(compiled, step)
+    except NotPortable as reason:
+        log.info("compiled in this process only: the compiled graph holds %s", reason)
+        return
+    cache_folder.write_checked(path, f"{text}\n{note}".encode() if note else text.encode())
+
+
+def read(path: Path, step: StepGraph) -> tuple[StepGraph, str] | None:
+    """The verified graph in ``path`` with the line numbers of ``step``, and its note; None if it is missing or
+    invalid."""
+    started = time.process_time()
     content = cache_folder.read_checked(path)
     if content is None:
         return None
     try:
-        found = serialize.load(content.decode(), step).check()
+        text, _, note = content.decode().partition("\n")
+        found = serialize.load(text, step).check()
         # Triton's interpreter executes kernel text as Python, so text from a file must not do anything but compute.
         for source in {n.target.generated.source for n in found.graph.nodes if isinstance(n.target, KernelCall)}:
             check_kernel(source)
-        return found
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a checksum that holds says nothing about who computed it
-        _tell_of_damage(path, error)
+        tell_of_damage(path, error)
         return None
+    log.info("compiled before: read in %.2f s (CPU) from %s", time.process_time() - started, path)
+    return found, note
 
 
-def _tell_of_damage(path: Path, error: Exception) -> None:
+def tell_of_damage(path: Path, error: Exception) -> None:
+    """Log that an entry is not what was written."""
     log.warning("%s cannot be read (%s: %s); it will be made again", path, type(error).__name__, error)
-
-
-def _path(step: StepGraph, variant: str = "") -> Path:
-    """The file of a captured step: everything that the compiled graph depends on, hashed. A missing part would let a
-    step run a graph that was compiled for another one."""
-    entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
-    # True division of integers gives the default dtype, also inside decompositions.
-    dtype = str(torch.get_default_dtype())
-    key = [variant, environment(), dtype, _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    return cache_folder.entry_path("graphs", name)
 
 
 def environment(rooms: tuple[str, ...] = ()) -> list[Any]:

@@ -88,7 +88,7 @@ def is_enabled(pass_: Pass) -> bool:
         UnknownOption: the knob names no pass, or one that cannot be disabled.
     """
     names = [name.strip() for name in knobs.disable_passes.split(",") if name.strip()]
-    known: list[object] = [name for name, declared in _declared.items() if not declared.required]
+    known = sorted(name for name, declared in _declared.items() if not declared.required)
     for name in names:
         if name not in known:
             raise UnknownOption("knobs.disable_passes", name, known)

@@ -89,22 +89,40 @@ class AgreedCollectives:
         self.issued = own if own in self._lists else captured
         return self.issued == own
 
+    def adopt(self, issued: str) -> None:
+        """Agree on the list that ``issued`` was in an earlier process: all ranks have read what they compiled there."""
+        self._lists.add(issued)
+        self.issued = issued
 
-def _all_have(own: str) -> bool:
+
+def rank_that_differs(place: str, own: str) -> str | None:
+    """A rank with another text than the first rank, the same one on all ranks; None where all have the same.
+
+    All ranks must call this in the same order; ``place`` tells it from other rendezvous of all ranks.
+
+    Raises:
+        errors.ScheduleTimeout: a rank did not come within ``knobs.peer_timeout_s`` seconds.
+        errors.StoreLost: the process that hosts the store is gone.
+    """
     if torch_adapter.world_size() == 1 or current_fake_world() is not None:
-        return True
+        return None
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     late = lambda _: errors.ScheduleTimeout(rank, "some ranks", knobs.peer_timeout_s)
-    rendezvous = StoreRendezvous("collectives", ranks, rank, knobs.peer_timeout_s, late)
+    rendezvous = StoreRendezvous(place, ranks, rank, knobs.peer_timeout_s, late)
     # Everyone compares with the first rank: a handful of requests per rank, whatever the world size.
     first = rendezvous.broadcast(own)
     odd = rendezvous.first_objection(None if own == first else str(rank))
     # The store lives as long as the job, so every comparison would leave its keys there.
     rendezvous.leave([], ["first", "objection", "answered", "all"])
+    return odd
+
+
+def _all_have(own: str) -> bool:
+    odd = rank_that_differs("collectives", own)
     if odd is None:
         return True
     log.log(
-        logging.WARNING if rank == 0 else logging.DEBUG,  # all ranks have found the same
+        logging.WARNING if dist.get_rank() == 0 else logging.DEBUG,  # all ranks have found the same
         "rank %s computes something else between the collectives of the step than rank 0: no pass merges, drops or "
         "rewrites them on any rank. Compute the same on all ranks for the fastest step",
         odd,

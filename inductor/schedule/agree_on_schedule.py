@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,18 +27,15 @@ from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of, is_collective
-from weft.inductor.cache.graph_cache import remembered
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.graph.node_order import put, reorder, together
-from weft.inductor.graph.pass_runner import Pass, PassRunner, changes_bits, keeps_bits, required
-from weft.inductor.graph.serializable import fits
-from weft.inductor.schedule.communicators import assign_communicators
+from weft.inductor.graph.pass_runner import PassRunner, changes_bits, keeps_bits, required
 from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
-from weft.inductor.schedule.planner import follow, log_warnings, schedule
+from weft.inductor.schedule.planner import follow, schedule
 from weft.inductor.schedule.returned_numbers import without_returned_numbers
 from weft.inductor.schedule.schedule_result import Schedule
-from weft.inductor.schedule.verify import ScheduleVerifier, verifier
+from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
 from weft.inductor.transports.rendezvous import peer_rendezvous
 from weft.rank_watch import listed
@@ -57,8 +54,8 @@ def scheduled(
     keep_bits: bool = False,
     runner: PassRunner | None = None,
 ) -> tuple[StepGraph, Schedule | None]:
-    """The step in the order of issue that all ranks share, each stream on its own communicator; and its schedule, None
-    if the ranks' kernels differ. ``step`` is not changed.
+    """The step in the order of issue that all ranks share, with its transports; and its schedule, None if the ranks'
+    kernels differ. ``step`` is not changed.
 
     All ranks must call it for the same steps in the same order. They communicate over the store. Peer access is tested
     only after a schedule wants it. If some ranks lack it, another schedule is made without those groups.
@@ -73,83 +70,50 @@ def scheduled(
     """
     whole = without_returned_numbers(step)
     step = whole.step
-    checks = verifier(step)
-    unreachable_groups = _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
+    verify = None if (checks := verifier(step)) is None else checks.check
+    runner, unreachable_groups = runner or PassRunner(), known_unreachable()
     # All ranks add the same groups, and each round adds at least one, so the loop ends on all ranks alike.
-    while (chosen := _common_schedule(step, cluster, memory_limit, keep_bits, unreachable_groups)) is not None:
+    while True:
+        chosen = _common_schedule(step, cluster, memory_limit, keep_bits, unreachable_groups)
+        if chosen is None:
+            base = runner.run("schedule", step.copy(), [in_captured_order], verify)
+            break
+        # Every rank runs the graph that the same passes make from the decisions. Rank 0 does not run its planner's
+        # graph: it applies its decisions while the other ranks do.
+        if chosen.replayed:
+            base = chosen.step.copy()
+        else:
+            base = runner.run("schedule", step.copy(), schedule_passes(chosen.decisions), verify)
         # A failed probe costs one more schedule, once per process group and process. Probing first would make ranks
         # wait for each other before any of them knows that it needs the answer.
-        more = _find_unreachable_groups(chosen.step)
+        more = find_unreachable_groups(chosen.step)
         if not more:
             break
         unreachable_groups += more
-    # Every rank runs the graph that the same passes make from the decisions. Rank 0 does not run its planner's graph.
-    base, passes = step, list[Pass]()
-    if chosen is None:
-        passes = [in_captured_order]
-    elif chosen.replayed:
-        base = chosen.step
-    else:
-        passes = schedule_passes(chosen.decisions)
-    # Transports first: a collective that peers carry needs no communicator, and the arena is laid out for the order of
-    # issue, which no later pass may change.
-    passes = [*passes, apply_transports, assign_communicators]
-    runner = runner or PassRunner()
-    found = runner.run("schedule", base.copy(), passes, checks.check if checks is not None else None)
+    # The arena is laid out for the order of issue, which no later pass may change.
+    found = runner.run("schedule", base, [apply_transports], verify)
     return whole.joined(found), chosen
 
 
 def _common_schedule(
     step: StepGraph, cluster: Cluster, memory_limit: int | None, keep_bits: bool, unreachable_groups: list[str]
 ) -> Schedule | None:
-    """The schedule that rank 0 makes, or reads from its cache; None if the ranks' kernels differ."""
-    schedules: list[Schedule] = []
-    own = structure(step)
-
-    def make() -> str:
-        try:
-            schedules.append(
-                schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups)
-            )
-        except errors.MemoryLimitUnreachable as error:
-            # That nothing fits is cached like a schedule: a job that is restarted must not search again to find out.
-            return json.dumps(_limit_reply(error))
-        return json.dumps({"decisions": schedules[0].decisions.text(), "warnings": schedules[0].warnings})
+    """The schedule that rank 0 makes; None if the ranks' kernels differ."""
+    made: list[Schedule] = []
 
     def decide() -> Decisions:
-        # Which ranks a group has decides which links its collectives use, so costs depend on it. The graph has the
-        # group's name only.
-        ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
-        # Everything that the decisions depend on is part of the cache key.
-        depends_on = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, unreachable_groups]
-        return remembered(step, own + json.dumps(depends_on), make, read)
+        made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups))
+        return made[0].decisions
 
-    def read(text: str) -> Decisions:
-        reply = json.loads(text)
-        if "limit_error" in reply and not _is_limit_error(reply["limit_error"]):
-            raise ValueError("it does not say what does not fit")
-        decisions = _follow(reply)
-        if decisions is None or not fits(reply["warnings"], list[str]):
-            raise ValueError("it holds no decisions")
-        if not schedules:
-            found = follow(step, cluster, decisions, memory_limit)
-            # The file may hold decisions that weft did not make. A wrong one would give wrong sums or a hang.
-            ScheduleVerifier(step).check(found.step, "reading the cache")
-            log_warnings(reply["warnings"])
-            schedules.append(found)
-        return decisions
-
-    # The structure is compared on every start, also where rank 0 reads its decisions from the cache: the cache says
-    # nothing about the graphs of the other ranks.
-    decisions = agree_on_decisions(own, decide)
+    decisions = agree_on_decisions(structure(step), decide)
     if decisions is None:
         return None
     # Behind the decision, so that a rank that has failed does not leave the others here without an answer.
-    cluster = _of_rank_0(cluster)
-    return schedules[0] if schedules else follow(step, cluster, decisions, memory_limit)
+    cluster = cluster_of_rank_0(cluster)
+    return made[0] if made else follow(step, cluster, decisions, memory_limit)
 
 
-def _of_rank_0(cluster: Cluster) -> Cluster:
+def cluster_of_rank_0(cluster: Cluster) -> Cluster:
     """The cluster description of rank 0, on which the decisions are based. Other machines can have calibrated their
     own."""
     # Predictions in reports only. With its own description, a rank would explain rank 0's decisions by other numbers
@@ -162,6 +126,12 @@ def _of_rank_0(cluster: Cluster) -> Cluster:
 # By default group: groups in which some rank lacks peer access. All ranks hold the same list, because it is part of
 # what the schedule depends on.
 _unreachable_groups: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def known_unreachable() -> list[str]:
+    """The groups of which it is known that some rank lacks peer access. The list that is kept: what is appended is
+    known from then on."""
+    return _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
 
 
 def from_rank_0(about: str, make: Callable[[], str]) -> str:
@@ -185,12 +155,14 @@ def _world_rendezvous(about: str) -> StoreRendezvous:
     return peer_rendezvous("the world", torch_adapter.world_group_name(), about)
 
 
-def _find_unreachable_groups(step: StepGraph) -> list[str]:
-    """The groups with a symmetric-memory transport in a schedule in which some rank lacks peer access.
+def find_unreachable_groups(step: StepGraph, also: Sequence[str] = ()) -> list[str]:
+    """The groups in which some rank lacks peer access, of those with a symmetric-memory transport in a schedule and of
+    those that are named ``also``.
 
     All ranks must call this with the same schedule, and all get the same result.
     """
-    wanted = {group_of(node): node for node in step.collectives() if node.meta.get("transport", LIBRARY) != LIBRARY}
+    carried = lambda node: node.meta.get("transport", LIBRARY) != LIBRARY or group_of(node) in also
+    wanted = {group_of(node): node for node in step.collectives() if carried(node)}
     if not wanted or not _has_peers():
         return []
     # In the order of the graph, the same on all ranks: `unreachable` is a rendezvous of the group's ranks.
@@ -306,16 +278,6 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
 def _limit_reply(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
     # The fields of the error, in the order of its constructor, so that every rank can raise the same one.
     return {"limit_error": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
-
-
-def _is_limit_error(fields: Any) -> bool:
-    """Whether this is what :func:`_limit_reply` writes."""
-    if not (isinstance(fields, list) and len(fields) == 6 and fits(tuple(fields[:4]), tuple[int, int, str, int])):
-        return False
-    limit, peak, _, _, held, certain = fields
-    # JSON has no tuples, so a pair arrives as a list.
-    named = isinstance(held, list) and all(fits(tuple(each), tuple[int, str]) for each in held)
-    return named and isinstance(certain, bool) and peak > limit
 
 
 def _follow(reply: dict[str, Any]) -> Decisions | None:

@@ -67,7 +67,12 @@ from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
 from weft.inductor.schedule.schedule_result import Schedule, SchedulePrediction
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
-from weft.inductor.schedule.simulated_step import assume_reachable, simulated, simulated_in_order
+from weft.inductor.schedule.simulated_step import (
+    assume_reachable,
+    simulated,
+    simulated_as_is,
+    simulated_in_order,
+)
 from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.apply_transports import use_transports
@@ -188,6 +193,28 @@ def _predicted(step: StepGraph, cluster: Cluster) -> SchedulePrediction:
     with torch_adapter.only_mode():
         simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(gpu_in(step, cluster)))
         return SchedulePrediction(simulation, nodes, bucket_reports(step, cluster, simulation, nodes))
+
+
+def made_before(
+    transported: StepGraph,
+    cluster: Cluster,
+    decisions: Decisions,
+    memory_limit: int | None,
+    *,
+    candidates: int,
+    warnings: Sequence[str],
+) -> Schedule:
+    """The schedule of a step that an earlier process scheduled and gave its transports, by what was decided there.
+    ``transported`` is not changed."""
+
+    def predict() -> SchedulePrediction:
+        with torch_adapter.only_mode():
+            costs = ComputeCosts(gpu_in(transported, cluster))
+            simulation, nodes = simulated_as_is(transported, cluster, costs)
+            return SchedulePrediction(simulation, nodes, bucket_reports(transported, cluster, simulation, nodes))
+
+    limit = usable_memory(cluster) if memory_limit is None else memory_limit
+    return Schedule(transported, decisions, predict, limit, candidates, list(warnings), replayed=True)
 
 
 def repeat(

@@ -14,7 +14,6 @@ import torch
 from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_kinds import is_effect, is_wait
 from weft.capture.step_interface import Return
-from weft.inductor.cache.graph_cache import note_part
 from weft.inductor.graph.aliasing import looks_into, storages
 from weft.inductor.graph.collectives import waits_for_gather
 from weft.inductor.graph.sizes import tensors_of
@@ -71,7 +70,6 @@ def without_returned_numbers(step: StepGraph) -> WithoutNumbers:
     without.graph.output_node().args = (torch.fx.node.map_arg(tuple(each for _, each in kept), copies.__getitem__),)
     for node in reversed(numbers):
         without.graph.erase_node(copies[node])
-    note_part(without, step)
     return WithoutNumbers(without.check(), step, numbers, read)
 
 

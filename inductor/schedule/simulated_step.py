@@ -35,5 +35,10 @@ def simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[S
     """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
     of each of its tasks. Changes ``step``."""
     use_transports(step, unreachable=assume_reachable)
+    return simulated_as_is(step, cluster, costs)
+
+
+def simulated_as_is(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
+    """As :func:`simulated`, of a step that has its transports. ``step`` is not changed."""
     task_graph, nodes = build(step, cluster, costs)
     return simulate(task_graph), nodes

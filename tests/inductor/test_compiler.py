@@ -16,15 +16,16 @@ import weft
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor import compiler
+from weft.inductor import kernel_stages
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
-from weft.inductor.compiler import kernel_graph, scheduled_graph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule.planner import Schedule
+from weft.inductor.scheduled_graph import scheduled_graph
 
 H200 = load_cluster("h200x8")
 
@@ -91,11 +92,11 @@ def test_kernels_that_read_the_batch_are_compiled_for_any_address_too(monkeypatc
 
     graph = retarget(weft.capture(train, torch.zeros(1, 129, dtype=torch.int64)), "cuda:0")
     begun: list[KernelSource] = []
-    monkeypatch.setattr(compiler.compile_pool, "compiles_ahead", lambda: True)
-    monkeypatch.setattr(compiler.compile_pool, "begin", lambda sources, arch: begun.extend(sources))
-    monkeypatch.setattr(compiler, "arch_of", lambda device: 90)
+    monkeypatch.setattr(kernel_stages.compile_pool, "compiles_ahead", lambda: True)
+    monkeypatch.setattr(kernel_stages.compile_pool, "begin", lambda sources, arch: begun.extend(sources))
+    monkeypatch.setattr(kernel_stages, "arch_of", lambda device: 90)
     made = kernel_graph(run_passes(graph, KERNEL_PASSES))
-    compiler._begin_kernels(made)
+    kernel_stages.begin_kernels(made)
     calls = [node for node in made.graph.nodes if isinstance(node.target, KernelCall)]
     integers = lambda node: any(
         val.dtype is torch.int64 and val.numel() > 1

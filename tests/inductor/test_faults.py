@@ -21,7 +21,7 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.errors import MalformedGraph, RankCannotCompile
-from weft.inductor import compiler
+from weft.inductor import compiler, kernel_stages, scheduled_graph
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import compile_graph, left_out_of
 from weft.inductor.cost.cluster import load_cluster
@@ -164,7 +164,7 @@ def forgets_values(step: StepGraph) -> StepGraph:
 # Each with what is left out because of it.
 ON_ATEN: dict[str, tuple[Plant, str]] = {
     **{
-        f"the pass {name}": (in_pass(compiler, "ATEN_PASSES", name), f"the pass {name}")
+        f"the pass {name}": (in_pass(kernel_stages, "ATEN_PASSES", name), f"the pass {name}")
         for name in (
             "drop_noops",
             "drop_unused_gathers",
@@ -175,15 +175,15 @@ ON_ATEN: dict[str, tuple[Plant, str]] = {
         )
     },
     "a pass that breaks the order": (
-        in_pass(compiler, "ATEN_PASSES", "schedule_waits", uses_a_later_node),
+        in_pass(kernel_stages, "ATEN_PASSES", "schedule_waits", uses_a_later_node),
         "the pass schedule_waits",
     ),
     "a pass that loses an output": (
-        in_pass(compiler, "ATEN_PASSES", "fold_casts", loses_an_output),
+        in_pass(kernel_stages, "ATEN_PASSES", "fold_casts", loses_an_output),
         "the pass fold_casts",
     ),
     "a pass that another one fails on": (
-        in_pass(compiler, "ATEN_PASSES", "drop_noops", forgets_values),
+        in_pass(kernel_stages, "ATEN_PASSES", "drop_noops", forgets_values),
         "all graph passes that are not required",
     ),
 }
@@ -318,7 +318,7 @@ def test_the_captured_graph_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     before = serialize.dump(step)
     for broken in (forgets_values, loses_an_output, uses_a_later_node):
         with monkeypatch.context() as patch, knobs.override(strict=False, verify_graphs=False):
-            in_pass(compiler, "ATEN_PASSES", "schedule_waits", broken)(patch)
+            in_pass(kernel_stages, "ATEN_PASSES", "schedule_waits", broken)(patch)
             compile_graph(step)
     assert serialize.dump(step) == before
 
@@ -381,7 +381,7 @@ def on_one_of_two_ranks(rank: int, world: int) -> dict[str, Any]:
             said.clear()
             with pytest.MonkeyPatch.context() as patch, knobs.override(cache_dir="", strict=False):
                 if rank == 1:
-                    in_pass(compiler, "ATEN_PASSES", name)(patch)
+                    in_pass(kernel_stages, "ATEN_PASSES", name)(patch)
                 try:
                     values, run = sharded(rank, options)
                     parts = [] if run._uncompiled else sorted(left_out_of(run.entries[0].program).names("pass"))
@@ -423,13 +423,13 @@ def test_a_schedule_that_fails_is_left_out(
 ) -> None:
     scheduled_for("h200x8", monkeypatch)
     asked: list[bool] = []
-    original = compiler.scheduled
+    original = scheduled_graph.scheduled
 
     def planted(*args: Any, **how: Any) -> Any:
         asked.append(True)
         return original(*args, **how) if not is_planted else fails()
 
-    monkeypatch.setattr(compiler, "scheduled", planted)
+    monkeypatch.setattr(scheduled_graph, "scheduled", planted)
     with knobs.override(strict=False, verify_graphs=False):
         found = trained(compiled=True)
     assert asked

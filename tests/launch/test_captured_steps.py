@@ -14,7 +14,7 @@ import pytest
 
 from weft import knobs
 from weft.capture.step_interface import Input, Role
-from weft.inductor import compiler
+from weft.inductor import scheduled_graph
 from weft.launch.captured_steps import _inputs
 from weft.launch.cli import main
 
@@ -139,7 +139,7 @@ def test_the_same_plan_again_searches_no_schedule(project: Project, monkeypatch:
     def search(*_: object, **__: object) -> None:
         raise NotImplementedError("a search")
 
-    monkeypatch.setattr(compiler, "schedule", search)
+    monkeypatch.setattr(scheduled_graph, "schedule", search)
     assert project.plan() == first
     assert project.plan(*limit) == recomputed
     for others in (("--cluster", "h100x8"), ("--memory-limit", "70")):

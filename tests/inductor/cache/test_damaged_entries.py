@@ -19,17 +19,18 @@ from torch import nn
 import weft
 from step_builder import StepBuilder
 from weft import cache_folder, knobs
-from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.inductor.cache import graph_cache, kernel_cache
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
-from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph import serialize
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
-from weft.inductor.schedule import agree_on_schedule
+from weft.inductor.schedule import agree_on_cached
+from weft.inductor.schedule.decisions import Decisions
+from weft.inductor.schedule.schedule_result import Schedule
 
 aten = torch.ops.aten
 Damage = Callable[[Path], None]
@@ -244,10 +245,10 @@ def test_damaged_graphs_are_made_again(directory: Path) -> None:
     step, other = small_step(), other_step()
     kernels, wanted = with_kernels(step), serialize.dump(with_kernels(step), step)
     graph_cache.cached(step, lambda given: kernels)
-    path, made = graph_cache._path(step), []
+    path, made = graph_cache.entry_of(step), []
     content = path.read_bytes()
     graph_cache.cached(other, lambda given: kernels)
-    foreign = graph_cache._path(other).read_bytes()
+    foreign = graph_cache.entry_of(other).read_bytes()
 
     tables = json.loads(cache_folder.read_checked(path) or b"")
     assert tables == json.loads(wanted)
@@ -309,43 +310,43 @@ def test_damaged_kernels_are_compiled_again() -> None:
     assert len(damages) >= 200
 
 
-def test_damaged_schedules_are_made_again(directory: Path) -> None:
-    cluster = load_cluster("h200x8")
-    with fake_world(4), knobs.override(verify_graphs=False):
-        step = sharded_step()
-        graph = graph_cache.cached(step, lambda given: run_passes(given, KERNEL_PASSES))
-        made, schedule = agree_on_schedule.scheduled(graph, cluster)
-        assert schedule is not None
-        wanted = str(made)
-        (path,) = (each for each in (directory / "schedules").rglob("*") if each.is_file())
-        content = path.read_bytes()
-        reply = json.loads(cache_folder.read_checked(path) or b"")
-        decisions = json.loads(reply["decisions"])
-        changed = [{**decisions, "order": order} for order in _orders(decisions["order"])]
-        others = (None, 1, "x", [[1]], [[1 << 40, 1 << 40]])
-        changed += [{**decisions, name: value} for name in decisions for value in others]
-        changed += [{key: value for key, value in decisions.items() if key != name} for name in decisions]
-        changed += [{**decisions, "transports": [[at, "carrier pigeon"] for at in range(99)]}]
-        replies: list[Any] = [{**reply, "decisions": json.dumps(each)} for each in changed]
-        replies += [{**reply, name: value} for name in reply for value in (None, 1, "x", [1], {}, [[]])]
-        replies += [
-            {"failed": "no"},
-            {"limit_error": None},
-            {"limit_error": [1, 2]},
-            {"limit_error": [9, 1, "a", 0, []]},
-        ]
-        damages = [
-            *raw_damages(len(content), 3, 3, 2)[:5],
-            *(checked(lambda known, text=text: text) for text in TEXTS[::3]),
-            *(checked(lambda known, each=each: json.dumps(each).encode()) for each in replies),
-        ]
-        for number, damage in enumerate(damages):
-            damage(path)
-            damaged = path.read_bytes()
-            assert damaged != content, number
-            again, _ = agree_on_schedule.scheduled(graph, cluster)
-            assert str(again) == wanted
-            assert path.read_bytes() == content, f"damage {number} was not noticed"
+def test_damaged_schedules_are_made_again() -> None:
+    """The note beside a scheduled graph."""
+    cluster, step = load_cluster("h200x8"), small_step()
+    kernels = with_kernels(step)
+    path = agree_on_cached.entry_of(step, cluster, None, "")
+    decisions = Decisions(order=tuple(range(40)))
+    schedule = Schedule(kernels, decisions, lambda: pytest.fail("predicted"), 0, 7, ["a warning"])
+    agree_on_cached.keep(path, step, kernels, schedule, "a list")
+    assert path is not None
+    known = agree_on_cached.read_by_all(path, step, cluster, None)
+    assert known is not None
+    graph, found, issued = known
+    assert found is not None
+    assert (str(graph), found.decisions, found.candidates, issued) == (str(kernels), decisions, 7, "a list")
+    content = path.read_bytes()
+    text, note = (cache_folder.read_checked(path) or b"").split(b"\n")
+    fields = json.loads(note)
+    said = json.loads(fields[0])
+    notes: list[Any] = [[*fields[:at], value, *fields[at + 1 :]] for at in range(5) for value in (1.5, {}, [[]], [1])]
+    notes += [fields[:-1], [*fields, 1], {}, None, 1, "x"]
+    changed = [{**said, "order": order} for order in _orders(said["order"])]
+    changed += [{**said, name: value} for name in said for value in (None, 1, "x", [[1]])]
+    changed += [{key: value for key, value in said.items() if key != name} for name in said]
+    notes += [[json.dumps(each), *fields[1:]] for each in changed]
+    damages = [
+        *raw_damages(len(content), 3, 10, 5),
+        *(checked(lambda known, each=each: text + b"\n" + json.dumps(each).encode()) for each in notes),
+        *(checked(lambda known, each=each: text + b"\n" + each) for each in TEXTS),
+        checked(lambda known: text),
+    ]
+    refused = 0
+    for damage in damages:
+        path.write_bytes(content)
+        damage(path)
+        refused += agree_on_cached.read_by_all(path, step, cluster, None) is None
+    # Decisions only tell of the schedule: what they say of a graph is not compared with it.
+    assert refused >= len(damages) - len(changed)
     assert len(damages) >= 60
 
 

@@ -11,9 +11,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,20 +26,18 @@ from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.capture.user_code import format_frame
-from weft.errors import MemoryLimitUnreachable
 from weft.inductor.cache import graph_cache
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph import serialize
 from weft.inductor.graph.host_scalars import to_memory
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.lowering.lower import device_kind
-from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.kernels import compile_kernels
-from weft.inductor.schedule import agree_on_schedule
+from weft.inductor.schedule import agree_on_cached
 
 aten = torch.ops.aten
 
@@ -159,27 +157,9 @@ def test_a_graph_from_the_cache_computes_what_eager_does(rows: int) -> None:
     torch.testing.assert_close(result, wanted)
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-def test_a_schedule_is_made_once(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is the finding that none fits; another limit is another schedule."""
-    cluster, made = load_cluster("h200x8"), []
-    with fake_world(4):
-        for step in (sharded_in_a_world(), sharded_in_a_world()):
-            graph = graph_cache.cached(step, with_kernels)
-            with nullcontext() if limit is None else pytest.raises(MemoryLimitUnreachable, match="memory_limit="):
-                made.append(agree_on_schedule.scheduled(graph, cluster, limit))
-            monkeypatch.setattr(agree_on_schedule, "schedule", unexpected_schedule)
-        with pytest.raises(AssertionError, match="should have been"):
-            agree_on_schedule.scheduled(graph, cluster, 1 << 40)
-    if limit is None:
-        (first, once), (second, again) = made
-        assert str(second) == str(first)
-        assert (again.decisions, again.simulation.peak) == (once.decisions, once.simulation.peak)
-
-
-def carried(ranks: Sequence[int], cache: Path) -> list[str]:
-    """What carries the all-reduce over some of 16 ranks."""
-    with fake_world(16), knobs.override(transports="all", cache_dir=str(cache)):
+def entry_over(ranks: Sequence[int]) -> Path | None:
+    """The entry of a scheduled graph with an all-reduce over some of 16 ranks."""
+    with fake_world(16):
         group = torch.distributed.new_group(list(ranks))
         weight = torch.zeros(64, 64, requires_grad=True)
 
@@ -189,20 +169,14 @@ def carried(ranks: Sequence[int], cache: Path) -> list[str]:
             return gradient.sum()
 
         graph = capture_step(step, (torch.zeros(4, 64),), {}).graph
-        number_collectives(graph)
-        made, _ = agree_on_schedule.scheduled(graph_cache.cached(graph, run_passes), load_cluster("h200x8"))
-        return [node.meta["transport"] for node in made.collectives()]
+        with mock.patch.object(agree_on_cached, "current_fake_world", return_value=None):
+            return agree_on_cached.entry_of(graph, load_cluster("h200x8"), None, "")
 
 
-def test_a_schedule_is_of_the_ranks_behind_a_name(tmp_path: Path) -> None:
+def test_a_schedule_is_of_the_ranks_behind_a_name() -> None:
     """Graphs that say the same of groups of other ranks: within a node, over two."""
     near, far = range(8), range(0, 16, 2)
-    assert carried(near, tmp_path / "both") == carried(near, tmp_path / "near")
-    assert carried(far, tmp_path / "both") == carried(far, tmp_path / "far") != carried(near, tmp_path / "both")
-
-
-def unexpected_schedule(*given: Any, **how: Any) -> None:
-    raise AssertionError("the schedule should have been in the cache")
+    assert None is not entry_over(near) == entry_over(near) != entry_over(far)
 
 
 def test_values_that_both_graphs_have_are_the_same_objects() -> None:
@@ -257,7 +231,7 @@ def test_another_process_finds_it(directory: Path) -> None:
 
 
 def test_the_value_of_a_learning_rate_is_none_of_its_business() -> None:
-    assert len({graph_cache._path(training_step(lr=lr)) for lr in (1e-2, 1e-3)}) == 1
+    assert len({graph_cache.entry_of(training_step(lr=lr)) for lr in (1e-2, 1e-3)}) == 1
 
 
 def _moved(step: StepGraph, lines: int) -> StepGraph:
@@ -298,13 +272,13 @@ def _other_role(step: StepGraph) -> None:
 @pytest.mark.parametrize("change", [_other_number, _other_role])
 def test_another_graph_is_another_entry(change: Callable[[StepGraph], None]) -> None:
     step = training_step()
-    before = graph_cache._path(step)
+    before = graph_cache.entry_of(step)
     change(step)
-    assert graph_cache._path(step) != before
+    assert graph_cache.entry_of(step) != before
 
 
 def test_other_sizes_are_another_entry() -> None:
-    assert len({graph_cache._path(training_step(width, rows)) for width, rows in [(16, 4), (16, 5), (8, 4)]}) == 3
+    assert len({graph_cache.entry_of(training_step(width, rows)) for width, rows in [(16, 4), (16, 5), (8, 4)]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -318,9 +292,9 @@ def test_other_sizes_are_another_entry() -> None:
 )
 def test_other_versions_are_another_entry(where: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = training_step()
-    before = graph_cache._path(step)
+    before = graph_cache.entry_of(step)
     monkeypatch.setattr(where, name, value)
-    assert graph_cache._path(step) != before
+    assert graph_cache.entry_of(step) != before
 
 
 @dataclasses.dataclass
@@ -352,25 +326,25 @@ def test_another_gpu_of_the_same_kind_finds_the_entry(
     step, gpu = retarget(training_step()), Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    before = graph_cache._path(step)
+    before = graph_cache.entry_of(step)
     gpu = dataclasses.replace(gpu, **change)
-    assert (graph_cache._path(step) == before) is same
+    assert (graph_cache.entry_of(step) == before) is same
 
 
 def test_another_default_dtype_is_another_entry() -> None:
     step = training_step()
-    before = graph_cache._path(step)
+    before = graph_cache.entry_of(step)
     torch.set_default_dtype(torch.float64)
-    assert graph_cache._path(step) != before
+    assert graph_cache.entry_of(step) != before
 
 
 def test_knobs_are_part_of_an_entry_unless_they_decide_nothing() -> None:
     step = training_step()
-    before = graph_cache._path(step)
+    before = graph_cache.entry_of(step)
     with knobs.override(disable_passes="chunk_loss"):
-        assert graph_cache._path(step) != before
+        assert graph_cache.entry_of(step) != before
     with knobs.override(verify=True):
-        assert graph_cache._path(step) == before
+        assert graph_cache.entry_of(step) == before
 
 
 # ---- damage, and graphs that cannot be kept

@@ -26,7 +26,6 @@ from weft.capture.node_kinds import WAIT, is_collective
 from weft.capture.record.streams import StreamCall
 from weft.capture.step_interface import Input, Return, Role
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.build_task_graph import build, gpu_in
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.collective_cost import collective_of, transfer
@@ -35,6 +34,7 @@ from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 Node = torch.fx.Node

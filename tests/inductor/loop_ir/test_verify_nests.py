@@ -19,8 +19,8 @@ from nest_eval import run_items
 import weft
 from weft import knobs
 from weft.errors import MalformedNest
-from weft.inductor.compiler import kernel_graph
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.loop_ir.bounds import fault
 from weft.inductor.loop_ir.ir import (
     Buffer,

@@ -22,7 +22,7 @@ from pass_runs import Run
 from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, is_collective
-from weft.inductor import compiler
+from weft.inductor import kernel_stages
 from weft.inductor.passes.accumulate_matmuls import accumulate_matmuls
 from weft.inductor.passes.join_all_reduces import join_all_reduces
 from weft.inductor.passes.join_splits import join_splits
@@ -123,7 +123,7 @@ def joining() -> Iterator[None]:
     """Inside, what runs on a CPU is compiled with the pass too."""
     passes = [*ATEN_PASSES]
     passes.insert(passes.index(join_splits) + 1, join_all_reduces)
-    with mock.patch.object(compiler, "ATEN_PASSES", passes):
+    with mock.patch.object(kernel_stages, "ATEN_PASSES", passes):
         yield
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import weft
 from harness import run_ranks
-from weft.inductor import compiler
+from weft.inductor import kernel_stages
 from weft.inductor.passes import sequence_parallel as module
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.decompose import decompose
@@ -40,7 +40,7 @@ def sharding() -> Iterator[None]:
     passes = [*ATEN_PASSES]
     at = passes.index(join_splits) + 1
     passes[at:at] = [join_all_reduces, decompose, drop_noops, common_subexpressions, sequence_parallel]
-    with mock.patch.object(compiler, "ATEN_PASSES", passes), mock.patch.object(module, "pays", return_value=True):
+    with mock.patch.object(kernel_stages, "ATEN_PASSES", passes), mock.patch.object(module, "pays", return_value=True):
         yield
 
 

@@ -21,11 +21,11 @@ from weft import host_processes, knobs
 from weft.agreed_options import _machines
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
-from weft.inductor.cache.graph_cache import _path
-from weft.inductor.compiler import kernel_graph
+from weft.inductor.cache.graph_cache import entry_of
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.collectives import WIDENING_REDUCE_SCATTER
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import Norm
 from weft.inductor.passes import shard_norms as norms
@@ -358,7 +358,7 @@ def test_world_sizes_do_not_share_cached_kernels() -> None:
     found = set()
     for world in (2, 4, 16):
         with weft.fake_world(world):
-            found.add(_path(retarget(step, "cpu")))
+            found.add(entry_of(retarget(step, "cpu")))
     assert len(found) == 3
 
 

@@ -31,7 +31,7 @@ from weft import errors, host_processes, knobs, torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of
-from weft.inductor.compiler import kernel_graph, schedule_of
+from weft.inductor.compiler import schedule_of
 from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
@@ -41,6 +41,7 @@ from weft.inductor.graph.collectives import ALL_GATHER, CollectiveOp, register
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten

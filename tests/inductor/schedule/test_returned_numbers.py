@@ -15,12 +15,8 @@ from harness import run_ranks
 from step_builder import StepBuilder
 from weft import knobs
 from weft.capture.node_kinds import WAIT
-from weft.inductor.cache import graph_cache
 from weft.inductor.compiler import schedule_of
-from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE
-from weft.inductor.schedule import agree_on_schedule
-from weft.inductor.schedule.agree_on_schedule import scheduled
 from weft.inductor.schedule.returned_numbers import without_returned_numbers
 
 aten = torch.ops.aten
@@ -125,23 +121,6 @@ def test_a_number_that_is_read_of_memory_that_the_step_writes_to_stays(in_place:
     if in_place:
         counted.meta["inplace"] = aten.add_.Tensor
     assert len(without_returned_numbers(b.build()).numbers) == (0 if in_place else 1)
-
-
-def test_the_schedule_is_found_again_in_the_cache(tmp_path: Any) -> None:
-    with weft.fake_world(2), knobs.override(cache_dir=str(tmp_path)):
-        b = StepBuilder()
-        start = b.call(ALL_REDUCE.op, b.input(torch.ones(())), "sum", "dp")
-        b.returns(b.call(aten._local_scalar_dense.default, b.call(WAIT, start, val=start.meta["val"]), val=1.5))
-        step = b.build({"dp": dist.group.WORLD.group_name})
-        graph_cache._names[step.graph] = "a graph that was compiled before"
-        cluster = load_cluster("h200x8")
-        _, found = scheduled(step, cluster)
-        with mock.patch.object(agree_on_schedule, "schedule", side_effect=AssertionError("it was decided before")):
-            made, again = scheduled(step, cluster)
-    assert found is not None
-    assert again is not None
-    assert again.decisions == found.decisions
-    assert [result.target for result in made.results] == [aten._local_scalar_dense.default]
 
 
 def test_what_is_read_of_a_gathered_value_stays() -> None:
