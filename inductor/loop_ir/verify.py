@@ -216,13 +216,18 @@ class _NestVerifier:
 
     def _reductions(self) -> None:
         """No axis is reduced twice, and reductions with several results are read through one of these."""
-        # Reducing a constant along an axis is legal (a sum of ones). Reducing a value that was already reduced along
-        # the axis multiplies by its length: an operand substituted with the wrong axes looks like that.
+        # Reducing a constant along an axis is legal (a sum of ones), also one that was reduced before (the variance of
+        # ones). Reducing another value that was already reduced along the axis multiplies by its length: an operand
+        # substituted with the wrong axes looks like that.
         # An operand that was not reduced keeps the axis: x - max(x), with x broadcast along it, may be summed over it.
         reduced: dict[Value, frozenset[int]] = {}
+        constants: set[Value] = set()
         for value in self.nest.values():
-            tensors = [operand for operand in value.operands() if not isinstance(operand, (Const, Scalar))]
-            # Along axes that *all* operands were reduced along. Numbers have no axes, so they take no part.
+            tensors = [operand for operand in value.operands() if operand not in constants]
+            computed = isinstance(value, (Call, Reduce, ReductionResult)) and not tensors
+            if computed or isinstance(value, (Const, Scalar)):
+                constants.add(value)
+            # Along axes that *all* operands were reduced along. Constants have no axes, so they take no part.
             below = frozenset.intersection(*(reduced[operand] for operand in tensors)) if tensors else frozenset[int]()
             if isinstance(value, Reduce):
                 inner = frozenset().union(*(arg.axes for arg in value.args))

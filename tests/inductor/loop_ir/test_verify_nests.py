@@ -19,6 +19,7 @@ from nest_eval import run_items
 import weft
 from weft import knobs
 from weft.errors import MalformedNest
+from weft.inductor.compiler import make_kernels
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.loop_ir.bounds import fault
@@ -43,6 +44,7 @@ from weft.inductor.lowering.lower import lower
 from weft.inductor.lowering.lowered_step import Loop, Lowered, Operation
 from weft.inductor.lowering.verify import verify_lowered
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.runtime.aten import compile_aten
 
 Tensor = torch.Tensor
 Change = Callable[[Nest], Nest]
@@ -324,6 +326,20 @@ def test_correlated_limits_give_no_false_alarm() -> None:
     index = Index([(0, 3), (1, 2)])
     assert fault(index, mask, (4, 8), buffer(18)) is None
     assert "element 17 of 17 at d0 = 3, d1 = 4" in (fault(index, mask, (4, 8), buffer(17)) or "")
+
+
+@pytest.mark.parametrize("name", ["variance", "layer_norm", "softmax"])
+def test_a_constant_may_be_reduced_again_and_again(name: str) -> None:
+    """A sum of ones is a constant, as is the variance of ones."""
+    program = {
+        "variance": lambda x: torch.full((2, 7), 3.0).var(1) + x,
+        "layer_norm": lambda x: F.layer_norm(torch.ones(2, 7), (7,)).sum(1) + x,
+        "softmax": lambda x: torch.zeros(2, 7).softmax(1).sum(1) + x,
+    }[name]
+    with knobs.override(verify_graphs=True):
+        graph = make_kernels(run_passes(weft.capture(program, torch.zeros(2)), KERNEL_PASSES))
+    (found,) = compile_aten(graph)(torch.ones(2))
+    torch.testing.assert_close(found, program(torch.ones(2)))
 
 
 def test_windows_that_overhang_are_safe_behind_their_mask() -> None:
