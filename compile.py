@@ -372,7 +372,7 @@ class CompiledStep(Generic[P, R]):
             self._captured, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes
         )
         with out_of_step(), capturing(), without_torchs_log():
-            captured = self._capture_along(capture, alike=True)
+            captured = self._capture_along(capture, predicts=True)
             captured = capture() if captured is None else captured
             return captured, Guards(captured)
 
@@ -414,7 +414,7 @@ class CompiledStep(Generic[P, R]):
         """Capture the step up to its first branch on a value; where another form took branches, along its path."""
         expected = self.entries[0].captured.outcomes if self.entries else ()
         capture = functools.partial(self._captured, args, kwargs, dynamic=dynamic, changing=changing)
-        if expected and (captured := self._capture_along(capture, expected=expected, alike=True)) is not None:
+        if expected and (captured := self._capture_along(capture, expected=expected, predicts=True)) is not None:
             return captured
         try:
             return capture()

@@ -1,11 +1,10 @@
-"""Questions about values whose outcome is the same at nearly every call: that one is captured without asking.
+"""Data-dependent branches whose outcome is the same at nearly every call: that one is captured whatever the value is.
 
-``assert torch.isfinite(loss)``, ``if bad.any(): raise ValueError``: one outcome of such a question goes on, and the
-other ends the step with an error. The first is the one to capture, at once and whatever the value is. The other has a
-path only where it comes. torch's distributions ask a question for each of their parameters, and each would end a
-capture otherwise.
+``assert torch.isfinite(loss)``, ``if bad.any(): raise ValueError``: after one outcome of such a branch the step goes
+on, and after the other it ends with an error. The first is captured at once. The other has a path only where it comes.
+torch's distributions check each of their parameters, and each check would end a capture otherwise.
 
-torch itself asks about sizes that the data decides: whether one is 1, which would be broadcast, whether there are
+torch itself branches on sizes that the data decides: whether one is 1, which would be broadcast, whether there are
 elements at all, and whether two sizes are the same. The usual outcomes are that none is 0 or 1, and that those which
 must be the same for an operation are. Of the user's code it is that a loop skips no item.
 """
@@ -24,9 +23,9 @@ import sympy
 from weft import torch_adapter
 from weft.capture.source_tree import SourceTree
 
-# Gradients that ask one question of the data, whether the loss depends on the phases of vectors, and raise if it does.
+# Gradients that check one thing of the data, whether the loss depends on the phases of vectors, and raise if it does.
 _CHECKING_NODES = frozenset({"LinalgEighBackward0", "LinalgEigBackward0", "LinalgSvdBackward0"})
-# Modules between the code that asks and this one.
+# Modules between the code that branches and this one.
 _BETWEEN = ("weft.", "sympy.", "torch.fx.", "torch._", "torch.utils._", "torch.overrides")
 _BUILTINS = ("bool", "any", "all")
 _EXITS = ("exit", "quit")
@@ -34,30 +33,30 @@ _CACHE = dis.opmap["CACHE"]
 
 
 def outcome_without_error() -> bool | None:
-    """The outcome with which the code that asks a question now goes on, where the other one raises; else None.
+    """The outcome with which the code that branches now goes on, where the other one raises; else None.
 
-    A function that returns the answer, as ``return bool(valid.all())``, asks for the one that calls it.
+    A function that returns the condition, as ``return bool(valid.all())``, evaluates it for the one that calls it.
     """
     node = torch_adapter.running_autograd_node()
     if node is not None and node.name() in _CHECKING_NODES:
         return True
-    frame = _asking(sys._getframe(1))
-    alike, returned = True, False
+    frame = _branching_frame(sys._getframe(1))
+    same, returned = True, False
     while frame is not None:
         source = SourceTree.of(frame.f_code.co_filename)
         node = None if source is None else source.running(frame)
         if source is None or node is None or (returned and not isinstance(node, ast.Call)):
             return None
-        outcome, alike, returned = _outcome(source, node, alike)
+        outcome, same, returned = _outcome(source, node, same)
         if not returned:
             return outcome
         frame = frame.f_back
     return None
 
 
-def asked_by_a_call() -> bool:
-    """Whether a function that the user's code calls asks the question, or an index, and not that code itself."""
-    frame = _asking(sys._getframe(1))
+def evaluated_in_a_call() -> bool:
+    """Whether a function that the user's code calls evaluates the condition, or an index, and not that code itself."""
+    frame = _branching_frame(sys._getframe(1))
     if frame is None:
         return False
     code, at = frame.f_code.co_code, frame.f_lasti
@@ -68,42 +67,42 @@ def asked_by_a_call() -> bool:
     return operation.startswith(("CALL", "PRECALL")) or operation.endswith(("_SUBSCR", "_SLICE"))
 
 
-def asked_at() -> tuple[types.CodeType, int] | None:
-    """The place in the user's code that asks a question now: its code, and the offset of the instruction."""
-    frame = _asking(sys._getframe(1))
+def branch_place() -> tuple[types.CodeType, int] | None:
+    """The place in the user's code that branches now: its code, and the offset of the instruction."""
+    frame = _branching_frame(sys._getframe(1))
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def outcome_without_skip() -> bool | None:
     """The outcome with which a loop of the user's code does not skip an item: ``if len(rows) == 0: continue``. None
-    for a question of another form.
+    for a branch of another form.
 
     An expert without tokens is rare. Where it comes, its path is captured then. Nothing is known of a condition without
     ``continue``: ``if mask.any():`` may lead to an expert, and to what is done about numbers that are not finite.
     """
-    frame = _asking(sys._getframe(1))
+    frame = _branching_frame(sys._getframe(1))
     source = None if frame is None else SourceTree.of(frame.f_code.co_filename)
     node = None if source is None or frame is None else source.running(frame)
     if source is None or node is None:
         return None
-    alike = True
+    same = True
     while isinstance(parent := source.parents[node], ast.UnaryOp) and isinstance(parent.op, ast.Not):
-        node, alike = parent, not alike
+        node, same = parent, not same
     skips = isinstance(parent, ast.If) and node is parent.test and isinstance(parent.body[-1], ast.Continue)
-    return not alike if skips else None
+    return not same if skips else None
 
 
-def usual_outcome(question: Any) -> bool | None:
-    """The outcome of a question about sizes that nearly all calls have; None for a question of another kind."""
-    if isinstance(question, (sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)) and question.rhs in (0, 1):
-        return isinstance(question, (sympy.Gt, sympy.Ge))
-    if not isinstance(question, (sympy.Eq, sympy.Ne)):
+def usual_outcome(condition: Any) -> bool | None:
+    """The outcome of a condition on sizes that nearly all calls have; None for a condition of another kind."""
+    if isinstance(condition, (sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)) and condition.rhs in (0, 1):
+        return isinstance(condition, (sympy.Gt, sympy.Ge))
+    if not isinstance(condition, (sympy.Eq, sympy.Ne)):
         return None
-    compares_two = all(side.free_symbols for side in question.args)
-    return compares_two is isinstance(question, sympy.Eq)
+    compares_two = all(side.free_symbols for side in condition.args)
+    return compares_two is isinstance(condition, sympy.Eq)
 
 
-def _asking(frame: types.FrameType | None) -> types.FrameType | None:
+def _branching_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name != "torch" and not name.startswith(_BETWEEN):
@@ -112,33 +111,33 @@ def _asking(frame: types.FrameType | None) -> types.FrameType | None:
     return None
 
 
-def _outcome(source: SourceTree, node: ast.AST, alike: bool) -> tuple[bool | None, bool, bool]:
+def _outcome(source: SourceTree, node: ast.AST, same: bool) -> tuple[bool | None, bool, bool]:
     """The truth value of an expression with which the statement around it raises nothing.
 
     Args:
-        alike: whether what is asked is true rather where the expression is.
+        same: whether the condition is true where the expression is, not where it is false.
 
     Returns:
-        The truth value of what is asked, None where it is not known; ``alike`` of the whole expression; and whether the
+        The truth value of the condition, None where it is not known; ``same`` of the whole expression; and whether the
         statement returns that expression.
     """
     while True:
         parent = source.parents[node]
         match parent:
             case ast.UnaryOp(op=ast.Not()):
-                alike = not alike
+                same = not same
             case ast.BoolOp() | ast.GeneratorExp() | ast.ListComp():
                 pass
             case ast.Call(func=ast.Name(id=name)) if name in _BUILTINS:
                 pass
             case ast.Assert() if node is parent.test:
-                return alike, alike, False
+                return same, same, False
             case ast.If() if node is parent.test and _raises(parent.body) != _raises(parent.orelse):
-                return alike != _raises(parent.body), alike, False
+                return same != _raises(parent.body), same, False
             case ast.Return():
-                return None, alike, True
+                return None, same, True
             case _:
-                return None, alike, False
+                return None, same, False
         node = parent
 
 

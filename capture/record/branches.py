@@ -1,11 +1,11 @@
-"""Branches of a step on values that it computes: where its Python asks for one, the recording is cut into segments.
+"""Data-dependent branches of a step: where its Python needs a value that the step computes, the recording is cut into
+segments.
 
-``if not torch.isfinite(loss)`` asks for a number that a capture does not have. The capture is told how the questions
-of one path through the step were answered (its *outcomes*). It hands the outcomes to the step in the order of the
-questions, and records each question as a node, :func:`weft.capture.segments.branch`. At the first question without a
-known outcome it stops: what comes after depends on the answer, which the program of the nodes so far computes. A
-question that only checks a value is taken to have the outcome that raises no error
-(:mod:`weft.capture.record.assumed_outcomes`).
+``if not torch.isfinite(loss)`` needs a number that a capture does not have. The capture is told the *outcomes* of the
+branches of one path through the step. It hands them to the step in the order of the branches, and records each branch
+as a node, :func:`weft.capture.segments.branch`. At the first branch without a known outcome it stops: what comes after
+depends on the value, which the program of the nodes so far computes. A branch that only checks a value is taken to have
+the outcome that raises no error (:mod:`weft.capture.record.assumed_outcomes`).
 
 A branch node holds everything that code after it may use, whichever branch is taken:
 
@@ -29,10 +29,9 @@ import torch.fx
 from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
-from weft.capture.record.answers_from_inputs import MOST_OPERATIONS, answer_from, is_host_number
 from weft.capture.record.assumed_outcomes import (
-    asked_at,
-    asked_by_a_call,
+    branch_place,
+    evaluated_in_a_call,
     outcome_without_error,
     outcome_without_skip,
     usual_outcome,
@@ -40,6 +39,7 @@ from weft.capture.record.assumed_outcomes import (
 from weft.capture.record.caught_errors import is_caught
 from weft.capture.record.ended_runs import RunEnded, is_interrupt
 from weft.capture.record.live_values import storages_in_use
+from weft.capture.record.outcomes_from_inputs import MOST_OPERATIONS, is_host_number, outcome_from
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shown_symbols import ShownSymbols
 from weft.capture.segments import Outcome, branch
@@ -49,37 +49,42 @@ from weft.short_tracebacks import without_machinery
 
 
 class Undecided(RunEnded):
-    """Ends the run of a step at a question without a known outcome."""
+    """Ends the run of a step at a branch without a known outcome."""
 
 
 class Branches:
-    """Answers what a step asks about values, while it is captured.
+    """Decides the data-dependent branches of a step while it is captured.
 
     Args:
         recorder: of the capture.
-        outcomes: the answers to the first questions, in order.
-        expected: answers to capture where none is known: those of another form of the step.
-        alike: whether modules that run the same code are expected to get the same answers on a path.
+        outcomes: of the first branches, in order.
+        expected: outcomes to capture where none is known: those of another form of the step.
+        predicts: whether the outcome in one module predicts that in the next module that runs the same code.
 
     Attributes:
-        whole_numbers: ids of the arguments that are tensors of integers or booleans, which answer questions at once.
+        whole_numbers: ids of the arguments that are tensors of integers or booleans: branches on them are decided at
+            once.
         is_constant: whether a tensor is neither an argument nor a part of the state, so that its content is a part of
             the capture: a table of numbers that the step indexes.
-        taken: the answers that were given.
+        taken: the outcomes on the captured path.
         shown: the symbolic numbers that messages of errors show.
-        undecided: whether a question without an outcome was asked, which ends the capture.
+        undecided: whether the step came to a branch without an outcome, which ends the capture.
     """
 
     def __init__(
-        self, recorder: OpRecorder, outcomes: Sequence[Outcome], expected: Sequence[Outcome] = (), alike: bool = False
+        self,
+        recorder: OpRecorder,
+        outcomes: Sequence[Outcome],
+        expected: Sequence[Outcome] = (),
+        predicts: bool = False,
     ) -> None:
         self._recorder = recorder
         self._outcomes = outcomes
         self._expected = expected
-        self._alike = alike
-        self._by_module: dict[tuple[CodeType, int], dict[str, Outcome]] = {}  # answers at a place in code
-        self._answers: dict[sympy.Basic, sympy.Basic] = {}
-        self._asked_inside: Any = None  # the last question asked for a fake result
+        self._predicts = predicts
+        self._by_module: dict[tuple[CodeType, int], dict[str, Outcome]] = {}  # outcomes at a place in code
+        self._decided: dict[sympy.Basic, sympy.Basic] = {}
+        self._needed_inside: Any = None  # the last condition that torch needed for a fake result
         self._caught: Exception | None = None  # torch's, where the step's code catches what no eager step meets
         self.whole_numbers: frozenset[int] = frozenset()
         self.is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False
@@ -100,9 +105,9 @@ class Branches:
         return error
 
     @contextlib.contextmanager
-    def answered(self) -> Iterator[None]:
-        """Inside, torch gets the outcomes where it asks for the value of a symbolic number. A step that asks for one
-        without an outcome ends there."""
+    def deciding(self) -> Iterator[None]:
+        """Inside, torch gets the outcomes where it needs the value of a symbolic number. A step that needs one without
+        an outcome ends there."""
         shape_env = self._recorder.symbols.shape_env
         original, guard_bool = shape_env.evaluate_expr, SymNode.guard_bool
 
@@ -120,7 +125,7 @@ class Branches:
         def is_true(node: SymNode, file: str, line: int) -> bool:
             if node.shape_env is shape_env and torch_adapter.compares_keys(node.expr, file):
                 return False  # two numbers are two entries; what the table has under a key depends on no number
-            # Whether a number is true depends on less than the number: it is a question of its own.
+            # Whether a number is true depends on less than the number: it is a condition of its own.
             if node.shape_env is shape_env and not node.is_bool():
                 return bool(shape_env.evaluate_expr(sympy.Ne(node.expr, 0)))
             return guard_bool(node, file, line)
@@ -144,28 +149,28 @@ class Branches:
             del shape_env.evaluate_expr
 
     def _evaluate(self, expr: Any) -> Any:
-        """The outcome of an expression over symbols; None where it is no question of the step's Python."""
+        """The outcome of an expression over symbols; None where it is no condition of the step's Python."""
         symbols = self._recorder.symbols
-        known = expr.xreplace(self._answers)
+        known = expr.xreplace(self._decided)
         if known.is_number or known in (sympy.true, sympy.false):
             return known
         if not all(map(symbols.knows, expr.free_symbols)):
             return None
         if self._recorder.runs_operation:
-            self._asked_inside = expr
+            self._needed_inside = expr
             return None
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
-        by_call = asked_by_a_call()
+        by_call = evaluated_in_a_call()
         usual = usual_outcome(expr) if by_call else outcome_without_skip()
-        # A boolean is no size, though torch asks whether it is 1: ``bool(loss > 1)``. The other form knows more of it.
+        # A boolean is no size, though torch compares it with 1: ``bool(loss > 1)``. The other form knows more of it.
         expected_first = by_call and expr.free_symbols <= symbols.booleans
-        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual, expected_first))
-        return self._answers[expr]
+        self._decided[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual, expected_first))
+        return self._decided[expr]
 
     def _computed(self, fake_result: Callable[[], Any]) -> Any:
-        """A fake result. What torch asks about numbers of the data to compute it is a branch before the operation."""
+        """A fake result. Where torch needs numbers of the data for it, there is a branch before the operation."""
         while True:
             try:
                 return fake_result()
@@ -174,18 +179,18 @@ class Branches:
                     raise
 
     def _decide_before_operation(self) -> bool:
-        """Answer the last question that torch asked to compute a fake result; whether it could be answered."""
-        expr, self._asked_inside = self._asked_inside, None
-        if expr is None or expr in self._answers or not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
+        """Decide the last condition that torch needed for a fake result; whether it could be decided."""
+        expr, self._needed_inside = self._needed_inside, None
+        if expr is None or expr in self._decided or not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return False
         value = self._recorder.symbols.expression(expr)
-        self._answers[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))
+        self._decided[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))
         return True
 
     def _decide(
         self, value: torch.fx.Node, assumed: bool | None, usual: bool | None = None, expected_first: bool = False
     ) -> Outcome:
-        """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
+        """Record a branch on ``value``; returns its outcome on the captured path.
 
         Args:
             assumed: the outcome to capture where none is known.
@@ -198,12 +203,12 @@ class Branches:
         known = self._outcomes[len(self.taken) :]
         outcome = known[0] if known else assumed
         if outcome is None:
-            outcome = self._answer_from_inputs(value)
+            outcome = self._outcome_from_inputs(value)
         expected = next(iter(self._expected[len(self.taken) :]), None)
-        place, module = asked_at(), self._recorder.module_path()
+        place, module = branch_place(), self._recorder.module_path()
         before = {} if place is None else self._by_module.setdefault(place, {})
-        # Once for each module: a loop that asks again and again would have no end.
-        same = next(reversed(before.values()), None) if self._alike and module not in before else None
+        # Once for each module: a loop that branches again and again would have no end.
+        same = next(reversed(before.values()), None) if self._predicts and module not in before else None
         for likely in (same, expected, usual) if expected_first else (usual, same, expected):
             outcome = likely if outcome is None else outcome
         if not self.undecided:  # otherwise the step caught the exception that was to end it
@@ -215,11 +220,11 @@ class Branches:
         before[module] = outcome
         return outcome
 
-    def _answer_from_inputs(self, value: torch.fx.Node) -> Outcome | None:
-        """The answer that present values of inputs give; None where they do not decide it.
+    def _outcome_from_inputs(self, value: torch.fx.Node) -> Outcome | None:
+        """The outcome that present values of inputs give; None where they do not decide it.
 
-        An optimizer asks for the number of steps of each parameter, or for its norm. The programs in front of this
-        branch may have updated such a number in this call, and then the answer may be wrong. That costs a capture: the
+        An optimizer branches on the number of steps of each parameter, or on its norm. The programs in front of this
+        branch may have updated such a number in this call, and then the outcome may be wrong. That costs a capture: the
         branch compares the value at run time, as any other does, and what is captured for another outcome is not taken.
         """
         # Ranks agree on what is captured. Their arguments differ; counts, tables and parameters mostly do not.
@@ -230,8 +235,8 @@ class Branches:
                 known[node] = each
             elif isinstance(each, torch.nn.Parameter):
                 parameters[node] = each
-        answer = answer_from(value, known)
-        return answer_from(value, parameters, MOST_OPERATIONS) if answer is None else answer
+        outcome = outcome_from(value, known)
+        return outcome_from(value, parameters, MOST_OPERATIONS) if outcome is None else outcome
 
     def _is_table(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and self.is_constant(tensor)

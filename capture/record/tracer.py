@@ -108,7 +108,7 @@ def capture_step(
     outcomes: tuple[Outcome, ...] = (),
     changing: ChangingState = FOUND_ALONE,
     expected: tuple[Outcome, ...] = (),
-    alike: bool = False,
+    predicts: bool = False,
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without computing anything.
 
@@ -122,7 +122,7 @@ def capture_step(
         outcomes: of the first branches on values.
         changing: Python numbers to keep symbolic.
         expected: of branches beyond ``outcomes``: the path that is captured where nothing else is known.
-        alike: whether modules that run the same code are expected to take the same branches.
+        predicts: see :class:`weft.capture.record.branches.Branches`.
 
     Raises:
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
@@ -132,7 +132,7 @@ def capture_step(
     escapes, created = EscapeCheck(), list[Entry]()  # `created`: state of optimizers
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
-        paths = outcomes, expected, alike
+        paths = outcomes, expected, predicts
         remove(created)  # of a discarded attempt
         created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
@@ -245,7 +245,7 @@ class _StepCapture:
                     changes = bool(self.changing.numbers or self.sizes.sizes)
                     noted = self.found.exceptions_noted(self.state.functions, bool(self.numbers.found), changes)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
-                    asked, inside = self.branches.answered(), functions.active_in_backward()
+                    asked, inside = self.branches.deciding(), functions.active_in_backward()
                     keys, kept = plain_keys_in_state(self.state.containers), settings_kept(self.step)
                     with reported, compared, self.fake_mode, self.recorder, functions, inside, asked, noted, keys, kept:
                         results[0] = self.step(*args, **kwargs)

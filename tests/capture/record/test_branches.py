@@ -198,7 +198,7 @@ TWO_OUTCOMES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", TWO_OUTCOMES)
-def test_a_question_with_two_answers_is_captured_once_for_each(name: str) -> None:
+def test_a_branch_with_two_outcomes_is_captured_once_for_each(name: str) -> None:
     function = TWO_OUTCOMES[name]
     ours = weft.compile(function)
     for x in [*BATCHES, torch.zeros_like(BATCHES[0]), torch.ones_like(BATCHES[0])]:

@@ -1,10 +1,10 @@
-"""Questions of a step that some of its inputs answer: ``mask.all()``, ``lengths.max().item()``, ``step.item() > 5``.
+"""Conditions of branches that depend on inputs alone: ``mask.all()``, ``lengths.max().item()``, ``step.item() > 5``.
 
-A capture ends at a question whose answer it does not know, and each costs another one. Masks, lengths and token ids are
-there before the step runs, and so are numbers that tensors of the state hold on the host: counts of steps, of which an
-optimizer has one for each parameter. What they say is computed from them at once, by the operations that were recorded.
-Questions about parameters are answered where a few operations lead from them to the answer: Adafactor of transformers
-asks for the norm of each. All others are left to the program: what they depend on is mostly computed by the model.
+A capture ends at a branch whose outcome it does not know, and each costs another capture. Masks, lengths and token ids
+are there before the step runs, and so are numbers that tensors of the state hold on the host: counts of steps, of which
+an optimizer has one for each parameter. Conditions on them are computed at once, by the operations that were recorded.
+Conditions on parameters are computed where they take a few operations: Adafactor of transformers branches on the norm
+of each. All others are left to the program: what they depend on is mostly computed by the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.capture.segments import Outcome
 from weft.torch_adapter import OpOverload
 
 MOST_OPERATIONS = 8
-"""At most how many operations are computed to answer a question about parameters: more may be a part of the model."""
+"""At most how many operations are computed for a condition on parameters: more may be a part of the model."""
 
 # Modules of functions of numbers: comparisons and arithmetic, and torch's own for symbolic ones.
 _OF_NUMBERS = frozenset({"_operator", "builtins", "math", "operator", "torch"})
@@ -38,8 +38,8 @@ def is_host_number(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not tensor.dim() and tensor.device.type == "cpu" and tensor.is_leaf
 
 
-def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float = math.inf) -> Outcome | None:
-    """The answer to the question that the node ``value`` computes; None where ``inputs`` alone do not give it.
+def outcome_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float = math.inf) -> Outcome | None:
+    """The outcome of a branch on the node ``value``; None where ``inputs`` alone do not give it.
 
     Args:
         inputs: placeholders, with the tensors that they stand for in the captured call.
@@ -66,10 +66,10 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: 
         return None
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         try:
-            answer = of(value)
-        except Exception:  # noqa: BLE001 (what cannot be computed here, the program asks)
+            outcome = of(value)
+        except Exception:  # noqa: BLE001 (what cannot be computed here, the program computes)
             return None
-    return answer if type(answer) in (bool, int) else None
+    return outcome if type(outcome) in (bool, int) else None
 
 
 def _can_be_computed(value: torch.fx.Node, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float) -> bool:
