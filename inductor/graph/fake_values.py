@@ -19,7 +19,7 @@ from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.capture.record.number_results import number_results
-from weft.inductor.graph.aliasing import effects_of, looks_into
+from weft.inductor.graph.aliasing import copies, effects_of, looks_into
 from weft.inductor.graph.operations import argument_at
 from weft.inductor.graph.sizes import layout_text, tensors_in, tensors_of
 from weft.torch_adapter import OpOverload
@@ -179,7 +179,7 @@ def _refresh(node: Node) -> Node | None:
     """Correct the memory that ``node`` records. Returns the operand that it depends on, if any."""
     if is_wait(node) or not tensors_of(node):
         return None
-    is_view = looks_into(node) or node.target is operator.getitem
+    is_view = node.target is operator.getitem or (looks_into(node) and not copies(node))
     operand = node.args[0] if is_view or node.target in _COPIES else _written_operand(node)
     if not isinstance(operand, Node):
         return None
