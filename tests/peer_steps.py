@@ -144,10 +144,12 @@ def step_of(
     return step
 
 
-def train(step: Callable[[torch.Tensor], torch.Tensor], net: nn.Module, rank: int, steps: int = 2) -> Any:
+def train(
+    step: Callable[[torch.Tensor], torch.Tensor], net: nn.Module, rank: int, steps: int = 2, length: int = 5
+) -> Any:
     """Losses, and what the parameters are in the end on this rank."""
     generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randint(0, 11, (4, 5), generator=generator).to(device()) for _ in range(steps)]
+    batches = [torch.randint(0, 11, (4, length), generator=generator).to(device()) for _ in range(steps)]
     losses = [step(batch).item() for batch in batches]
     state = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in net.state_dict().items()}
     return losses, detached(state)
