@@ -530,8 +530,10 @@ def shape_env_of_number(number: torch.SymInt | torch.SymFloat | torch.SymBool) -
 
 def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
     """The mode of a graph's fake tensors; a new one where it has none."""
-    vals = (node.meta.get("val") for node in graph.nodes)
-    return next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None) or FakeTensorMode()
+    vals = [node.meta.get("val") for node in graph.nodes]
+    numbers = (shape_env_of_number(val) for val in vals if isinstance(val, (torch.SymInt, torch.SymFloat)))
+    mode = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None)
+    return mode or FakeTensorMode(shape_env=next(numbers, None))
 
 
 def symbolic_size(fake_mode: FakeTensorMode, size: Any) -> torch.SymInt | int:
@@ -1411,16 +1413,14 @@ def assumptions(shape_env: ShapeEnv) -> list[Any]:
 
 def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:
     """Smallest and largest value of a size symbol; the largest is None where there is no bound."""
-    bounds = shape_env.var_to_range[symbol]
-    low, high = cast(Any, bounds.lower), cast(Any, bounds.upper)
-    return int(low), None if high > 2**62 else int(high)
+    bounds: Any = shape_env.var_to_range[symbol]
+    return int(bounds.lower), None if bounds.upper > 2**62 else int(bounds.upper)
 
 
 def known_of(shape_env: ShapeEnv, symbol: Any) -> str:
     """All that is known of a symbol, as text: its range, and of a size its value in the captured call."""
-    return (
-        f"{shape_env.var_to_range.get(symbol)}, {shape_env.backed_var_to_val.get(symbol) if symbol.is_integer else ''}"
-    )
+    value = shape_env.backed_var_to_val.get(symbol) if symbol.is_integer else ""
+    return f"{shape_env.var_to_range.get(symbol)}, {value}"
 
 
 def world_size() -> int:

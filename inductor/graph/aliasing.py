@@ -51,7 +51,15 @@ _INVERSES = frozenset(
     }
 )
 # Hand back their input's memory although their schemas do not say so.
-_UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", WAIT._schema.name})
+_UNMARKED_VIEWS = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::unsafe_split",
+        "aten::unsafe_split_with_sizes",
+        "aten::unsafe_chunk",
+        WAIT._schema.name,
+    }
+)
 
 # Views where strides can express the result, and copies elsewhere.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten})

@@ -26,8 +26,12 @@ def _copy(out: Lowering, node: Node) -> None:
 
 
 @register_lowering(aten.copy.default)
-def _copy_from(out: Lowering, node: Node) -> None:
-    store_result(out, cast(out, node.args[1]))
+def _copy_from(out: Lowering, node: Node) -> bool:
+    source = node.args[1]
+    if not isinstance(source, Node) or not isinstance(source.meta["val"], torch.Tensor):
+        return _filled(out, source)
+    store_result(out, cast(out, source))
+    return True
 
 
 def cast(out: Lowering, source: Any) -> Expression:

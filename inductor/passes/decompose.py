@@ -26,7 +26,7 @@ from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.fake_values import take_memory
 from weft.inductor.graph.inline_function import Fragment, base_of, instantiate, trace
 from weft.inductor.graph.pass_runner import changes_bits
-from weft.inductor.graph.sizes import layout_text
+from weft.inductor.graph.sizes import layout_text, tensors_of
 from weft.inductor.passes.decompositions import decompositions, functionalized_decompositions
 
 Node = torch.fx.Node
@@ -113,6 +113,10 @@ class _Decomposer:
 
 
 def _decomposition(node: Node) -> Callable[..., Any] | None:
+    # No kernel is generated for results without elements, and torch's decompositions divide by their number.
+    results = tensors_of(node)
+    if results and all(any(type(size) is int and size == 0 for size in val.shape) for val in results):
+        return None
     if isinstance(node.target, Functionalized):
         return functionalized_decompositions().get(node.target.op)
     return decompositions().get(node.target)  # type: ignore[arg-type]

@@ -64,7 +64,8 @@ def _is_sum(node: Node) -> bool:
     """Whether a node adds two tensors of one layout, which its result has too."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
-    return len({layout_text(each.meta["val"]) for each in (node, *node.all_input_nodes)}) == 1
+    vals = [each.meta["val"] for each in (node, *node.all_input_nodes)]
+    return all(isinstance(val, torch.Tensor) for val in vals) and len(set(map(layout_text, vals))) == 1
 
 
 def _reduced_terms(total: Node, seen: set[Node]) -> Iterator[Node]:

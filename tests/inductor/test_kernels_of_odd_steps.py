@@ -1,0 +1,83 @@
+"""Generated kernels for steps that tests of the capture run with ATen's kernels: numbers, nothing, views of lists."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft import knobs, torch_adapter
+from weft.inductor.compiler import make_kernels
+from weft.inductor.graph.aliasing import storages
+from weft.inductor.kernel_stages import kernel_graph
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.runtime.aten import compile_aten
+
+EMPTY = nn.Parameter(torch.ones(0, 4))
+GRU = nn.GRU(4, 4, batch_first=True)
+
+
+def gradient_of_nothing(x: torch.Tensor) -> torch.Tensor:
+    EMPTY.grad = None
+    F.mse_loss(EMPTY, EMPTY.detach() * 2).backward()
+    return x * 2
+
+
+def sums_of_numbers(x: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, x.shape[0] / 3) + torch.add(x, x.shape[0])
+
+
+STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
+    "copy_ of a number": (lambda x: x.clone().copy_(2.5) + 1, [torch.ones(3)]),
+    "copy_ of a number to halves": (lambda x: x.bfloat16().copy_(1 / 3) * 2, [torch.ones(3)]),
+    "the gradient of a loss of nothing": (gradient_of_nothing, [torch.ones(2)]),
+    "sums of tensors and sizes": (sums_of_numbers, [torch.randn(n, 4) for n in (3, 5, 7)]),
+    "a recurrent network at other lengths": (lambda x: GRU(x)[0] * 2, [torch.randn(2, n, 4) for n in (3, 5, 7)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_step_computes_what_eager_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_graph(graph: Any, *how: Any, **more: Any) -> Any:
+        return compile_aten(make_kernels(run_passes(graph, KERNEL_PASSES)), planned=True)
+
+    step, batches = STEPS[name]
+    compiled = weft.compile(step)
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", compile_graph)
+    with (
+        knobs.override(verify_graphs=True, cache_dir=""),
+        torch.no_grad() if "recurrent" in name else torch.enable_grad(),
+    ):
+        for x in batches:
+            torch.testing.assert_close(compiled(x.clone()), step(x.clone()))
+
+
+def test_parts_of_a_kernels_result_lie_in_its_memory() -> None:
+    """Memory is planned by what fakes share: a part in memory of its own would be read after its memory is given to
+    another value."""
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            part + 1 for part in torch.unsafe_split(x * 2, 2) for part in torch.unsafe_split_with_sizes(part, [1, 1])
+        ]
+
+    graph = kernel_graph(weft.capture(step, torch.randn(4, 3)))
+    for node in graph.graph.nodes:
+        if "unsafe_split" in str(node.target):
+            (source,) = node.all_input_nodes
+            assert storages(node) == storages(source)
+
+
+def test_a_graph_of_numbers_alone_has_the_symbols_of_its_numbers() -> None:
+    graph = weft.capture(lambda x: x.sum().item() * 2, torch.ones(3))
+    number = next(node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.SymFloat))
+    alone = torch.fx.Graph()
+    alone.placeholder("number").meta["val"] = number
+    mode = torch_adapter.fake_mode_of(alone)
+    assert torch_adapter.shape_env_of(mode) is torch_adapter.shape_env_of_number(number)
