@@ -23,6 +23,7 @@ from weft import graph_hashes, knobs, step_summary
 from weft.agreed_options import claims, communicates, options_text
 from weft.argument_checks import ArgumentChecks
 from weft.branching_form import BranchingForm, PathEnded
+from weft.capture.agreement.agreement import COMPILES_AGAIN
 from weft.capture.agreement.lockstep import RankEvent, agree_in_order, lockstep
 from weft.capture.agreement.signature import signature
 from weft.capture.agreement.text_difference import without_remarks
@@ -448,7 +449,7 @@ class CompiledStep(Generic[P, R]):
             linked = communicates() and agree_in_order(event)
             form = hashlib.sha256(without_remarks(event.text).encode()).hexdigest()
             graph_hashes.record(event.name, form)
-            again = RankEvent(event.name, f"compiles form {form} of {event.name} again")
+            again = RankEvent(event.name, f"{COMPILES_AGAIN}: form {form} of {event.name}")
             agreed = AgreedCollectives(linked, functools.partial(agree_in_order, again))
             self._agreed[event.key] = agreed
         return agreed

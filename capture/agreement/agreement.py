@@ -40,6 +40,12 @@ log = logging.getLogger(__name__)
 # Seconds to wait for a verdict after a deadline, and for a difference after a verdict.
 GRACE_S = 5.0
 
+COMPILES_AGAIN = "compiles again"
+"""In the text of a rank that compiles a step again whose captured collectives are those of before."""
+_OTHER_SIZES = (
+    f"A rank that {COMPILES_AGAIN} met an argument of another size, alone; on GPUs all ranks schedule a step together. "
+    "Mark that dimension with weft.mark_dynamic before the first call, on all ranks, or pad batches to one size"
+)
 _UNKNOWN = "(the difference is not known: rank {} left before it sent its part)"
 
 # Number of groups besides the majority that are reported separately; further groups are reported as one.
@@ -180,6 +186,8 @@ class _TextComparison:
             here.post(f"difference/{here.rank}", shown)
         else:
             shown = here.read(f"difference/{shown_group.first}", 2 * GRACE_S) or _UNKNOWN.format(shown_group.first)
+        if COMPILES_AGAIN in shown:
+            shown += f"\n{_OTHER_SIZES}"
         self._wait_for_readers()
         differing = sorted(rank for group in others for rank in group.ranks)
         raise errors.GraphMismatch(self.name, here.rank, differing, _summary(majority, others), shown)

@@ -121,3 +121,29 @@ def test_steps_equal_eager() -> None:
             assert kernels > 3, name
             # The table has 11 rows: the kernels of tensor parallel ranks differ, and nothing is scheduled.
             assert (scheduled, carried > 0) == (name != "tensor parallel",) * 2, name
+
+
+def other_sizes(rank: int, world: int, marks: bool) -> str:
+    """What a step says whose batch gets longer on the second rank alone; nothing where it equals eager."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    nets = [model(8, 16) for _ in range(2)]
+    eager, compiled = sharded(nets[0], mesh), weft.compile(sharded(nets[1], mesh))
+    on_gpus = mock.patch("weft.inductor.compiler.device_kind", return_value="cuda")
+    with knobs.override(cluster="h200x8", cuda_graphs=False, cache_dir=""), on_gpus:
+        for rows in (4, 4 + 2 * rank, 4 + 4 * rank):
+            ids = torch.randint(0, 11, (rows, 6), generator=torch.Generator().manual_seed(rank))
+            if marks:
+                weft.mark_dynamic(ids, 0)
+            expected = eager(ids)
+            try:
+                torch.testing.assert_close(compiled(ids), expected, rtol=1e-4, atol=1e-5)
+            except weft.errors.WeftError as error:
+                return str(error)
+    return ""
+
+
+def test_a_size_that_changes_on_one_rank_has_to_be_marked() -> None:
+    """Ranks schedule a step on GPUs together."""
+    told = run_ranks(other_sizes, 2, False, timeout=120)
+    assert any("weft.mark_dynamic" in text for text in told), told
+    assert run_ranks(other_sizes, 2, True, timeout=120) == ["", ""]
