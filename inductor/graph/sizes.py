@@ -54,6 +54,18 @@ def spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 0 if 0 in sizes else 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
+def may_overlap(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
+    """Whether elements of a tensor may share memory: windows of ``unfold``, an expanded tensor. False for symbols."""
+    if any(type(n) is not int for n in (*sizes, *strides)) or 0 in sizes:
+        return False
+    last = 0  # where the last element of the inner dimensions lies
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride <= last:
+            return True
+        last += (size - 1) * stride
+    return False
+
+
 def layout_text(val: torch.Tensor) -> tuple[Any, ...]:
     """Dtype, device, sizes and strides of a tensor, to be compared. As text: comparing symbols may add guards."""
     return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())

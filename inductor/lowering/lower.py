@@ -19,7 +19,7 @@ from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.graph.gpu import multiprocessors
 from weft.inductor.graph.inline_function import base_of
-from weft.inductor.graph.sizes import tensors_of
+from weft.inductor.graph.sizes import may_overlap, spanned, tensors_of
 from weft.inductor.loop_ir.ir import Buffer
 from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered
 from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Lower, Lowering, Operand, size_of
@@ -141,11 +141,20 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
     # what the view moves by.
     offset = base.offset + size_of(val.storage_offset()) - size_of(source_val.storage_offset())
     sizes, strides = tuple(map(size_of, val.shape)), tuple(map(size_of, val.stride()))
-    # `as_strided` may start before its source. Elements before the buffer's start belong to no buffer here.
-    if offset != base.offset and isinstance(offset, int) and offset < 0:
+    # `as_strided` may reach beyond its source. Elements outside of the buffer belong to no buffer here.
+    if offset != base.offset and not _is_inside(lowered.buffers[base.buffer], sizes, strides, offset):
         return False
     lowered.operands[node] = Operand(base.buffer, base.dtype, sizes, strides, offset)
     return True
+
+
+def _is_inside(buffer: Buffer, sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> bool:
+    """Whether a view lies in a buffer, as far as numbers, not symbols, say."""
+    if isinstance(offset, int) and offset < 0:
+        return False
+    if any(type(n) is not int for n in (offset, *sizes, *strides, *buffer.sizes, *buffer.strides)):
+        return True
+    return offset + spanned(sizes, strides) <= spanned(buffer.sizes, buffer.strides)
 
 
 def _own_buffer(lowered: Lowered, node: Node) -> None:
@@ -171,6 +180,8 @@ def _known(lowered: Lowered, node: Node) -> bool:
     """Whether the node makes tensors where the step computes, from tensors that are windows on buffers."""
     # Work on the host beside a GPU step (a counter, a scalar) stays with ATen: kernels are for one device.
     here = all(tensor.device.type == lowered.device_kind for tensor in tensors_of(node))
+    # Programs of a kernel run in no order: two elements at one place could hold either value.
+    here = here and not any(may_overlap(tensor.shape, tensor.stride()) for tensor in tensors_of(node))
     return here and all(
         n in lowered.operands
         for n in node.all_input_nodes

@@ -51,14 +51,16 @@ STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
 }
 
 
+def by_kernels(graph: Any, *how: Any, **more: Any) -> Any:
+    """The program of a graph as on a GPU, where kernels run and memory is planned."""
+    return compile_aten(make_kernels(run_passes(graph, KERNEL_PASSES)), planned=True)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_computes_what_eager_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_graph(graph: Any, *how: Any, **more: Any) -> Any:
-        return compile_aten(make_kernels(run_passes(graph, KERNEL_PASSES)), planned=True)
-
     step, batches = STEPS[name]
     compiled = weft.compile(step)
-    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", compile_graph)
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
     with (
         knobs.override(verify_graphs=True, cache_dir=""),
         torch.no_grad() if "recurrent" in name else torch.enable_grad(),
@@ -90,3 +92,37 @@ def test_a_graph_of_numbers_alone_has_the_symbols_of_its_numbers() -> None:
     alone.placeholder("number").meta["val"] = number
     mode = torch_adapter.fake_mode_of(alone)
     assert torch_adapter.shape_env_of(mode) is torch_adapter.shape_env_of_number(number)
+
+
+def windows_of_a_buffer() -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
+    flat = torch.arange(12.0)
+    windows = flat[4:].unfold(0, 3, 2)
+
+    def step(x: torch.Tensor) -> Any:
+        old = windows.clone()
+        windows[1].add_(x[:3])
+        return old * 2, windows * 1
+
+    return step, flat
+
+
+def test_values_that_share_memory_are_written_by_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of a kernel run in no order: of two elements at one place, either could be left there."""
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    (eager, wanted), (ours, found) = windows_of_a_buffer(), windows_of_a_buffer()
+    compiled = weft.compile(ours)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        for call in range(3):
+            x = torch.full((4,), call + 1.0)
+            torch.testing.assert_close(compiled(x), eager(x))
+            assert found.equal(wanted)
+
+
+def test_a_window_behind_its_buffer_is_read_by_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``as_strided`` counts from the start of the storage, in which an argument begins anywhere."""
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    step = lambda x: x.as_strided((2, 2), (1, 2), 7).add_(100) * 1
+    compiled, wanted, found = weft.compile(step), torch.arange(20.0), torch.arange(20.0)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        torch.testing.assert_close(compiled(found[5:15]), step(wanted[5:15]))
+    assert found.equal(wanted)
