@@ -49,16 +49,16 @@ from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.kernel_report import KernelReport, report
 from weft.inductor.cost.roofline import gpu_called, gpu_of
 from weft.inductor.cost.trace_timings import measured_spans
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.cudagraph_partition import partition_step
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.planner import Schedule
-from weft.inductor.scheduled_graph import predicted_schedule
+from weft.inductor.schedule.scheduled_graph import predicted_schedule
 from weft.short_tracebacks import methods_shorten_tracebacks, shortens_tracebacks
 from weft.shown_values import counted
 

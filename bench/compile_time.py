@@ -33,8 +33,8 @@ from weft.capture.graph import StepGraph
 from weft.inductor.cache.graph_cache import cached
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.pass_runner import PassRunner
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool

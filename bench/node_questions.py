@@ -31,7 +31,7 @@ from weft import knobs
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.scheduled_graph import scheduled_graph
+from weft.inductor.schedule.scheduled_graph import scheduled_graph
 
 ROOT = os.path.dirname(weft.__file__) + os.sep
 Node = torch.fx.Node

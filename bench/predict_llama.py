@@ -27,8 +27,8 @@ from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.compute_cost import is_attention
 from weft.inductor.cost.gemm_shapes import is_gemm
 from weft.inductor.cost.task_graph import Kind
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 PARTS = ("matmul", "attention", "rest")

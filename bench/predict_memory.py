@@ -26,8 +26,8 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
 from weft.inductor.cost.cluster import Cluster, load_cluster
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule.planner import Schedule, schedule
 

@@ -20,13 +20,13 @@ from weft.capture.node_kinds import is_collective
 from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.simulate import COMPUTE, Simulation, simulate
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES
 from weft.inductor.runtime.memory_plan import ArenaSpan, plan_memory
 from weft.inductor.runtime.placement import leaves, place
-from weft.inductor.scheduled_graph import predicted_schedule
+from weft.inductor.schedule.scheduled_graph import predicted_schedule
 from weft.plan.charts import COLOURS_OF_PARTS
 from weft.plan.timeline import Lane, lanes
 

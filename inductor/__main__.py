@@ -6,8 +6,8 @@ from weft.capture.toy import capture_toy
 from weft.inductor.codegen.kernel import generate, supports
 from weft.inductor.fusion.fuse import FusedLoops, fuse
 from weft.inductor.fusion.inline import inline
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.pass_runner import PassRunner
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.lowering.lower import lower
 from weft.inductor.lowering.lowered_step import Loop
 from weft.inductor.passes.pipeline import KERNEL_PASSES

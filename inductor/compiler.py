@@ -3,7 +3,7 @@
 Stages, each a list of passes that one :class:`weft.inductor.graph.pass_runner.PassRunner` runs:
 
 1. ``graph``: :data:`weft.inductor.passes.pipeline.KERNEL_PASSES`, or ``ATEN_PASSES`` where ATen kernels run.
-2. ``kernels``: :func:`weft.inductor.kernel_stages.generation_passes`.
+2. ``kernels``: :func:`weft.inductor.fusion.kernel_stages.generation_passes`.
 3. ``schedule``: ranks agree on a schedule (analysis), :func:`weft.inductor.schedule.decisions.schedule_passes` apply
    it, :func:`weft.inductor.schedule.agree_on_schedule.apply_transports` lays out what peers share. The result is cached
    on disk; that of stage 2 where nothing is scheduled. Last, collectives get their communicators.
@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -36,10 +36,10 @@ from weft.errors import CannotWrite, NoClusterHere
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import Cluster, cluster_here
+from weft.inductor.fusion.kernel_stages import kernel_calls, kernel_calls_by_device, kernel_graph
 from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
 from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, is_enabled, keeps_bits, required, without
 from weft.inductor.graph.repro import save
-from weft.inductor.kernel_stages import kernel_calls, kernel_calls_by_device, kernel_graph
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten
@@ -50,13 +50,11 @@ from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
 from weft.inductor.schedule.schedule_result import Schedule
+from weft.inductor.schedule.scheduled_graph import scheduled_graph
 from weft.inductor.schedule.verify import verifier
-from weft.inductor.scheduled_graph import scheduled_graph
 from weft.inductor.transports.instantiate import bind
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Mode = Literal["default", "bitwise"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -23,8 +23,8 @@ from weft.capture.step_interface import Role
 from weft.errors import CannotWrite, NothingToReduce, WeftError
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import make_kernels
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.repro import known, load, part, save, units
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten

@@ -41,7 +41,7 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.planner import schedule as plan_schedule
 from weft.inductor.schedule.planner import usable_memory
 from weft.inductor.schedule.schedule_result import Schedule
-from weft.inductor.scheduled_graph import KeptSchedules, predicted_schedule
+from weft.inductor.schedule.scheduled_graph import KeptSchedules, predicted_schedule
 from weft.plan.batch import with_batch
 from weft.plan.breakdown import exposed_by_axis, model_operations, parts, unpriced
 from weft.plan.memory_roles import TensorAtPeak, memory_by_role

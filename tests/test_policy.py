@@ -80,8 +80,6 @@ INNER_FLOORS = [
     "cost",
     "fusion",
     "schedule",
-    "kernel_stages",
-    "scheduled_graph",
     "compiler",
 ]
 

@@ -21,8 +21,8 @@ import weft
 import weft.errors
 from harness import run_ranks
 from weft.distributed.dtensor.conversions import to_local
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule.decisions import structure
 

@@ -16,16 +16,16 @@ import weft
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor import kernel_stages
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.fusion import kernel_stages
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule.planner import Schedule
-from weft.inductor.scheduled_graph import scheduled_graph
+from weft.inductor.schedule.scheduled_graph import scheduled_graph
 
 H200 = load_cluster("h200x8")
 

@@ -21,17 +21,18 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.errors import MalformedGraph, RankCannotCompile
-from weft.inductor import compiler, kernel_stages, scheduled_graph
+from weft.inductor import compiler
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import compile_graph, left_out_of
 from weft.inductor.cost.cluster import load_cluster
-from weft.inductor.fusion import emit, fuse, generate_kernels, inline
+from weft.inductor.fusion import emit, fuse, generate_kernels, inline, kernel_stages
 from weft.inductor.graph import serialize
 from weft.inductor.graph.faults import LeftOut, Part
 from weft.inductor.lowering import all_lowerings  # noqa: F401 - registers them
 from weft.inductor.lowering.registry import LOWERINGS
 from weft.inductor.passes import pipeline
 from weft.inductor.runtime import compile_pool
+from weft.inductor.schedule import scheduled_graph
 
 aten = torch.ops.aten
 

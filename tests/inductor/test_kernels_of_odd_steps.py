@@ -14,8 +14,8 @@ from torch import nn
 import weft
 from weft import knobs, torch_adapter
 from weft.inductor.compiler import make_kernels
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.aliasing import storages
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
 

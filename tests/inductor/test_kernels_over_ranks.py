@@ -22,7 +22,7 @@ import weft
 from harness import run_ranks
 from weft import knobs
 from weft.inductor.compiler import compilation_of, schedule_of
-from weft.inductor.kernel_stages import kernel_calls
+from weft.inductor.fusion.kernel_stages import kernel_calls
 
 pytestmark = pytest.mark.gloo
 

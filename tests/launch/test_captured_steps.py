@@ -14,7 +14,7 @@ import pytest
 
 from weft import knobs
 from weft.capture.step_interface import Input, Role
-from weft.inductor import scheduled_graph
+from weft.inductor.schedule import scheduled_graph
 from weft.launch.captured_steps import _inputs
 from weft.launch.cli import main
 

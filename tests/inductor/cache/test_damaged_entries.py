@@ -25,8 +25,8 @@ from weft.inductor.cache import graph_cache, kernel_cache
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph import serialize
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule import agree_on_cached
 from weft.inductor.schedule.decisions import Decisions

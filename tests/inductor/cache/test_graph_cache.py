@@ -29,10 +29,10 @@ from weft.capture.user_code import format_frame
 from weft.inductor.cache import graph_cache
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph import serialize
 from weft.inductor.graph.host_scalars import to_memory
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten

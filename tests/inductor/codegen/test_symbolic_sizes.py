@@ -10,8 +10,8 @@ from torch import Tensor
 from weft.capture.record.tracer import capture_step
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import make_kernels
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten

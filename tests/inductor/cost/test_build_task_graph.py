@@ -32,9 +32,9 @@ from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 Node = torch.fx.Node

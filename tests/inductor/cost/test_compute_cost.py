@@ -23,7 +23,7 @@ from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.gemm_shapes import Gemm, GemmRates
-from weft.inductor.kernel_stages import kernel_graph
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.one_hot import OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.shared_scatter import SharedScatter

@@ -13,9 +13,9 @@ import weft
 from weft.inductor.codegen.kernel import supports
 from weft.inductor.fusion.fuse import FusedLoops, fuse
 from weft.inductor.fusion.inline import inline
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.lowering.lower import lower
 from weft.inductor.lowering.lowered_step import Extern, Loop
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes

@@ -21,10 +21,10 @@ from weft.errors import CacheUnusable
 from weft.inductor.cache import graph_cache, kernel_cache
 from weft.inductor.cache.kernel_text import LANGUAGE, check_kernel, check_kernel_text
 from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph import serialize
 from weft.inductor.graph.serializable import construct, fits, serializable
 from weft.inductor.graph.serialize import FUNCTIONS, InvalidGraphData, NotPortable
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 

@@ -15,10 +15,10 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Role
 from weft.errors import MalformedGraph
+from weft.inductor.fusion.kernel_stages import generation_passes
 from weft.inductor.graph.pass_runner import PassRunner, keeps_bits
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.graph.verify import GraphVerifier
-from weft.inductor.kernel_stages import generation_passes
 from weft.inductor.passes.pipeline import KERNEL_PASSES
 
 Node = torch.fx.Node

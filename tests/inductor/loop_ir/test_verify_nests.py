@@ -20,8 +20,8 @@ import weft
 from weft import knobs
 from weft.errors import MalformedNest
 from weft.inductor.compiler import make_kernels
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.loop_ir.bounds import fault
 from weft.inductor.loop_ir.ir import (
     Buffer,

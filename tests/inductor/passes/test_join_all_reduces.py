@@ -22,7 +22,7 @@ from pass_runs import Run
 from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, is_collective
-from weft.inductor import kernel_stages
+from weft.inductor.fusion import kernel_stages
 from weft.inductor.passes.accumulate_matmuls import accumulate_matmuls
 from weft.inductor.passes.join_all_reduces import join_all_reduces
 from weft.inductor.passes.join_splits import join_splits

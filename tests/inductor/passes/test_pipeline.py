@@ -14,8 +14,8 @@ from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.errors import MalformedGraph, UnknownOption
 from weft.inductor.compiler import BINDING, loading_passes
+from weft.inductor.fusion.kernel_stages import generation_passes
 from weft.inductor.graph.pass_runner import Pass, PassRunner, declared_passes, keeps_bits
-from weft.inductor.kernel_stages import generation_passes
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.drop_noops import drop_noops
 from weft.inductor.passes.pipeline import ATEN_PASSES, KERNEL_PASSES, run_passes

@@ -21,11 +21,11 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, is_collective
 from weft.capture.step_interface import Role
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph import serialize
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.graph.sizes import node_bytes
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes import sequence_parallel as module
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import weft
 from harness import run_ranks
-from weft.inductor import kernel_stages
+from weft.inductor.fusion import kernel_stages
 from weft.inductor.passes import sequence_parallel as module
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.decompose import decompose

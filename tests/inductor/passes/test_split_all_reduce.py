@@ -23,9 +23,9 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.inductor.cache.graph_cache import entry_of
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.collectives import WIDENING_REDUCE_SCATTER
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import Norm
 from weft.inductor.passes import shard_norms as norms

@@ -14,7 +14,7 @@ from weft.capture.graph import StepGraph
 from weft.inductor import compiler
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import loading_passes
-from weft.inductor.kernel_stages import kernel_graph
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import kernels, multi_tensor
 from weft.inductor.runtime.bound_plan import fetch_grid, fetch_source

@@ -19,8 +19,8 @@ from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.capture.step_interface import Role
 from weft.errors import MalformedProgram
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.cudagraph_partition import Partition, partition_step

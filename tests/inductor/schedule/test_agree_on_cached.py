@@ -21,12 +21,12 @@ from harness import run_ranks
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor import scheduled_graph as stages
 from weft.inductor.compiler import BINDING, loading_passes
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.schedule import agree_on_cached, agree_on_schedule
+from weft.inductor.schedule import scheduled_graph as stages
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.transports import apply_transports

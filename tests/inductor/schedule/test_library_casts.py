@@ -14,8 +14,8 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.simulate import peak_memory
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.collectives import REDUCE_SCATTER, WIDENING_REDUCE_SCATTER, payload_of, sum_dtype_of
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule import planner
 from weft.inductor.schedule.decisions import apply, structure

@@ -37,11 +37,11 @@ from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.collectives import ALL_GATHER, CollectiveOp, register
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten

@@ -21,9 +21,9 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.simulate import simulate
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import start_of
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.passes.wire_dtype import wire_dtype

@@ -14,8 +14,8 @@ from peer_steps import model, over_peers, sharded, step_of, train
 import weft
 from harness import run_ranks
 from weft.capture.graph import StepGraph
+from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.kernel_stages import kernel_graph
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes

@@ -15,8 +15,8 @@ from weft.capture.graph import StepGraph
 from weft.errors import MalformedGraph, MalformedSchedule, MemoryLimitUnreachable
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster
+from weft.inductor.fusion.kernel_stages import begin_kernels, unscheduled_graph
 from weft.inductor.graph.pass_runner import PassRunner
-from weft.inductor.kernel_stages import begin_kernels, unscheduled_graph
 from weft.inductor.schedule import agree_on_cached
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
