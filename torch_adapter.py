@@ -530,9 +530,9 @@ def shape_env_of_number(number: torch.SymInt | torch.SymFloat | torch.SymBool) -
 
 def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
     """The mode of a graph's fake tensors; a new one where it has none."""
-    vals = [node.meta.get("val") for node in graph.nodes]
-    numbers = (shape_env_of_number(val) for val in vals if isinstance(val, (torch.SymInt, torch.SymFloat)))
-    mode = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None)
+    vals = lambda kinds: (val for node in graph.nodes if isinstance(val := node.meta.get("val"), kinds))
+    mode = next((val.fake_mode for val in vals(FakeTensor)), None)
+    numbers = (shape_env_of_number(val) for val in vals((torch.SymInt, torch.SymFloat)))
     return mode or FakeTensorMode(shape_env=next(numbers, None))
 
 

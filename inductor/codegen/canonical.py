@@ -35,11 +35,11 @@ from weft.inductor.loop_ir.ir import (
     Reduce,
     ReductionResult,
     Scalar,
-    Store,
     Value,
     is_position,
     rewrite_stores,
 )
+from weft.inductor.loop_ir.numbering import number_of, numbered
 from weft.inductor.loop_ir.ops import OPS
 from weft.inductor.lowering.registry import literal
 
@@ -63,31 +63,24 @@ class Canonical:
 
 def canonical(nest: Nest) -> Canonical:
     """The canonical form of a nest."""
-    # Names first: of equal layers the first one alone is brought into the form.
-    buffers = _buffers_of(nest)
-    form = _canonical(_renamed(nest, {buffer: f"b{k}" for k, buffer in enumerate(buffers)}, {}))
-    return replace(form, buffers=tuple(buffers[int(name[1:])] for name in form.buffers))
+    # Numbered first: of equal layers the first one alone is brought into the form.
+    form, buffers = numbered(nest)
+    found = _canonical(form)
+    return replace(found, buffers=tuple(buffers[number_of(name)] for name in found.buffers))
 
 
 # A step has some hundred different nests.
 @functools.lru_cache(maxsize=1024)
 def _canonical(nest: Nest) -> Canonical:
-    """The canonical form of a nest, which depends on the order of its buffers' names nowhere."""
+    """The canonical form of a numbered nest."""
     # Simplifying may remove the last use of an axis, so axes are dropped before it and after.
     # Merging comes last: positions that became indices no longer keep axes apart, and fewer axes mean fewer
     # divisions.
     nest = axes.squeeze_and_merge(_without_unused_axes(simplified(axes.squeeze(nest))))
-    buffers = _buffers_of(nest)
+    form, buffers = numbered(nest)
     scalars = _scalars(nest)
-    names = {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
     symbols = {scalar: symbol(k) for k, scalar in enumerate(scalars)}
-    return Canonical(_renamed(nest, names, symbols), tuple(buffers), tuple(scalars))
-
-
-def _buffers_of(nest: Nest) -> list[str]:
-    # Loads first, in the order of evaluation, then stores: the order depends on the nest alone, so equal nests agree
-    # on it.
-    return list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
+    return Canonical(_with_symbols(form, symbols), buffers, tuple(scalars))
 
 
 def symbol(k: int) -> sympy.Symbol:
@@ -282,7 +275,10 @@ def _host_parts(expression: Any) -> list[Any]:
     return [expression]
 
 
-def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symbol]) -> Nest:
+def _with_symbols(nest: Nest, symbols: dict[Scalar, sympy.Symbol]) -> Nest:
+    """The nest with symbols in the place of its scalars."""
+    if not symbols:
+        return nest
     # Sizes and strides are written in integer symbols. Other scalars are arguments of the kernel only.
     new_symbol = {
         scalar.expression: new
@@ -301,12 +297,8 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
 
     def change(value: Value) -> Value:
         if isinstance(value, Load):
-            name = value.buffer if is_position(value) else names[value.buffer]
-            return Load(name, index(value.index), value.dtype, value.mask, value.other)
-        if isinstance(value, Scalar) and symbols:
-            return Scalar(symbols[value], value.dtype)
-        return value
+            return Load(value.buffer, index(value.index), value.dtype, value.mask, value.other)
+        return Scalar(symbols[value], value.dtype) if isinstance(value, Scalar) else value
 
-    stores = rewrite_stores(nest.stores, change)
-    renamed = (Store(names[s.buffer], index(s.index), s.value, s.mask) for s in stores)
-    return Nest(tuple(size(n) for n in nest.sizes), tuple(renamed))
+    stores = tuple(replace(store, index=index(store.index)) for store in rewrite_stores(nest.stores, change))
+    return Nest(tuple(size(n) for n in nest.sizes), stores)

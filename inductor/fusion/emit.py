@@ -5,6 +5,7 @@ Everything that orders, places and runs graphs so handles kernels too.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from weft.inductor.fusion.fuse import FusedLoops
 from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.graph.sizes import spanned
-from weft.inductor.loop_ir.ir import Buffer, Int, Scalar
+from weft.inductor.loop_ir.ir import Buffer, Int, Nest, Scalar
 from weft.inductor.loop_ir.verify import verify_nest
 from weft.inductor.lowering.lowered_step import Extern, Lowered
 from weft.inductor.lowering.registry import SEEDS
@@ -53,11 +54,12 @@ def generated_kernels(
 
 
 def _generated(lowered: Lowered, kernel: FusedLoops) -> GeneratedKernel:
-    buffers = {name: lowered.buffers[name] for name in (*kernel.reads, *kernel.writes)}
-    generated = generate(kernel.nest, {name: buffer.dtype for name, buffer in buffers.items()}, lowered.multiprocessors)
+    buffers = {name: lowered.buffers[buffer] for name, buffer in kernel.names.items()}
+    dtypes = {name: buffer.dtype for name, buffer in buffers.items()}
+    generated = generate(kernel.form, dtypes, lowered.multiprocessors)
     if knobs.verify_graphs:
         _verify_canonical(kernel, buffers)
-    return generated
+    return replace(generated, buffers=tuple([kernel.names[name] for name in generated.buffers]))
 
 
 def emit(
@@ -172,8 +174,8 @@ class _Emitter:
     # ---- kernels
 
     def _kernel(self, kernel: FusedLoops, generated: GeneratedKernel) -> None:
-        buffers = {name: self.lowered.buffers[name] for name in (*kernel.reads, *kernel.writes)}
-        writes = kernel.nest.writes
+        buffers = {name: self.lowered.buffers[name] for name in kernel.buffers}
+        writes = [kernel.names[name] for name in kernel.form.writes]
         inputs = [name for name in generated.buffers if name not in writes]
         # Several kernels may store parts of one buffer (a concatenation): the later ones take it as an argument.
         # Functional: a continued buffer is an operand and a result, so the graph orders the kernels that write its
@@ -181,7 +183,7 @@ class _Emitter:
         continued = [name for name in writes if name in self.node_of_buffer]
         outputs = [buffers[name] for name in writes]
         symbols = _symbols(kernel, outputs)
-        moved = bytes_moved(kernel.nest, buffers)
+        moved = bytes_moved(kernel.form, {name: buffers[buffer] for name, buffer in kernel.names.items()})
         input_buffers = [buffers[name] for name in inputs]
         call = KernelCall(generated, input_buffers, continued, outputs, symbols, _origins(kernel), moved)
         arguments = [self._buffer_node(name) for name in (*inputs, *continued)]
@@ -240,7 +242,7 @@ class _Emitter:
 
 def _verify_canonical(kernel: FusedLoops, buffers: Mapping[str, Buffer]) -> None:
     """Check the nest that the kernel is printed from: canonicalisation renames its buffers and symbols."""
-    form = canonical.canonical(kernel.nest)
+    form = canonical.canonical(kernel.form)
     symbols = {scalar.expression: canonical.symbol(at) for at, scalar in enumerate(form.scalars)}
 
     def renamed(numbers: Sequence[Int]) -> tuple[Int, ...]:
@@ -275,14 +277,18 @@ def _is_inside(base: torch.Tensor, sizes: Sequence[Int], strides: Sequence[Int],
 
 def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:
     """The symbols whose values a launch of the kernel and the allocation of its outputs need."""
-    nest = kernel.nest
-    numbers: list[Any] = [*nest.sizes]
-    numbers += [number for buffer in outputs for number in (*buffer.sizes, *buffer.strides)]
-    numbers += [value.expression for value in nest.values() if isinstance(value, Scalar)]
-    numbers += [number for access in (*nest.stores, *nest.reads) for number in access.index.numbers]
-    found = {symbol for number in numbers if not isinstance(number, int) for symbol in number.free_symbols}
+    sizes = [number for buffer in outputs for number in (*buffer.sizes, *buffer.strides)]
+    found = _symbols_of(kernel.form).union(*(n.free_symbols for n in sizes if not isinstance(n, int)))
     # By name: sets have no order, and arguments must be in one order on every rank.
     return sorted(found, key=str)
+
+
+@functools.lru_cache(maxsize=1024)
+def _symbols_of(nest: Nest) -> frozenset[sympy.Symbol]:
+    numbers: list[Any] = [*nest.sizes]
+    numbers += [value.expression for value in nest.values() if isinstance(value, Scalar)]
+    numbers += [number for access in (*nest.stores, *nest.reads) for number in access.index.numbers]
+    return frozenset(symbol for number in numbers if not isinstance(number, int) for symbol in number.free_symbols)
 
 
 def _origins(kernel: FusedLoops) -> list[Origin]:

@@ -12,12 +12,14 @@ supports both (``supports``). A buffer that one nest writes is read by the other
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +39,8 @@ from weft.inductor.loop_ir.axes import (
     substitute,
     substitute_stores,
 )
-from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, rewrite_stores
+from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Store, Value, rewrite_stores
+from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renamed
 from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered, NestItem
 from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.lowering.verify import verify_lowered
@@ -85,6 +88,14 @@ def fuse(
     return kernels
 
 
+class _Part(NamedTuple):
+    """A nest of a group: over numbered buffers, the numbers that these have in the group, and its axes there."""
+
+    form: Nest
+    common: tuple[int, ...]
+    substitution: tuple[tuple[int, AxisExpression], ...]
+
+
 @dataclass
 class _FusionGroup:
     """Nests that will be one kernel, over common axes ``sizes``.
@@ -122,6 +133,9 @@ class _Fuser:
         self.group_of: dict[int, int] = {}  # operation -> group
         self.writers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
+        # Equal layers have equal groups, see `loop_ir/numbering.py`.
+        self._fused = functools.cache(_fused)
+        self._merged = functools.cache(merge)
         self.refused: set[tuple[int, int, int]] = set()
         self.refusals: Counter[str] = Counter()
         # Each operation starts as a group of its own, and a group keeps the number of one of its members.
@@ -250,7 +264,7 @@ class _Fuser:
         if joined is None:
             return "their loops differ"
         # Last, as it builds and plans the kernel. Nests that are reduced in one way always have a plan.
-        why = self.supports(self._nest(joined)) if len(joined.reduced) > 1 else None
+        why = self.supports(self._form(joined).form) if len(joined.reduced) > 1 else None
         return joined if why is None else why
 
     def _extends_lifetimes(self, early: _FusionGroup, late: _FusionGroup) -> bool:
@@ -399,7 +413,8 @@ class _Fuser:
             loops = [self.lowered.operations[member] for member, _ in sorted(group.members, key=_first)]
             nodes = tuple(dict.fromkeys(node for loop in loops for node in loop.nodes))
             with self.guard(nodes):
-                result.append(FusedLoops(merge(self._nest(group)), nodes))
+                form, buffers = self._form(group)
+                result.append(FusedLoops(self._merged(form), buffers, nodes))
         return result
 
     def _order(self) -> list[int]:
@@ -442,22 +457,24 @@ class _Fuser:
             self.group_of[member] = member
         self._link_groups()
 
-    def _nest(self, group: _FusionGroup) -> Nest:
-        """The members' stores over the group's axes, each reading what earlier ones stored from registers."""
+    def _form(self, group: _FusionGroup) -> Numbered:
+        """The nest of a group, over numbered buffers, and the names of these."""
         inside = {at for at, _ in group.members}
-        stores: list[Store] = []
-        known: dict[str, tuple[Index, Value]] = {}
+        place: dict[str, int] = {}
+        parts = []
+        # In the order of the step, so that each store comes after the values that it reads.
         for at, substitution in sorted(group.members, key=_first):
-            operation = self.lowered.operations[at]
-            assert isinstance(operation, Loop)
-            for store in _forward_stores(substitute_stores(operation.nest.stores, substitution), known):
-                buffer = self.lowered.buffers[store.buffer]
-                # Under a mask, a stored value alone is not what a reader finds in memory.
-                if store.mask is None:
-                    known[store.buffer] = (store.index, convert(store.value, buffer.dtype))
-                stores.append(store)
+            loop = self.lowered.operations[at]
+            assert isinstance(loop, Loop)
+            common = tuple([place.setdefault(name, len(place)) for name in loop.buffers])
+            parts.append(_Part(loop.form, common, tuple(substitution.items())))
+        buffers = [self.lowered.buffers.get(name) for name in place]
+        dtypes = tuple([None if buffer is None else buffer.dtype for buffer in buffers])
         # A buffer that only members read is never stored: this is what fusion saves.
-        return Nest(tuple(group.sizes), tuple(s for s in stores if self._needed(s.buffer, inside)))
+        needed = frozenset([number for name, number in place.items() if self._needed(name, inside)])
+        form, kept = self._fused(tuple(group.sizes), tuple(parts), dtypes, needed)
+        names = list(place)
+        return Numbered(form, tuple([names[number_of(name)] for name in kept]))
 
     def _needed(self, name: str, inside: set[int]) -> bool:
         return name in self.lifetimes.results or any(at not in inside for at in self.readers.get(name, ()))
@@ -470,17 +487,18 @@ def _first(member: tuple[int, Substitution]) -> int:
 def _group(at: int, operation: Loop | Extern) -> _FusionGroup:
     if isinstance(operation, Extern):
         return _FusionGroup([], [(at, {})], {}, {}, set(), at, at, fixed=True)
-    nest = operation.nest
+    nest, names = operation.form, operation.names
     reads: dict[str, set[Index]] = {}
     for load in nest.reads:
-        reads.setdefault(load.buffer, set()).add(load.index)
+        reads.setdefault(names[load.buffer], set()).add(load.index)
     writes: dict[str, Index | None] = {}
     for store in nest.stores:
-        plain = store.mask is None and store.buffer not in writes and not store.index.indirect
-        writes[store.buffer] = store.index if plain else None
+        name = names[store.buffer]
+        plain = store.mask is None and name not in writes and not store.index.indirect
+        writes[name] = store.index if plain else None
     # The identity: a group of one has its member's axes.
     same = {axis: AxisExpression(((axis, 1),)) for axis in range(len(nest.sizes))}
-    reduced = {frozenset(value.over) for value in nest.values() if isinstance(value, Reduce)}
+    reduced = {frozenset(value.over) for value in nest.reduces}
     return _FusionGroup(list(nest.sizes), [(at, same)], reads, writes, reduced, at, at)
 
 
@@ -570,6 +588,34 @@ def _through(old: Substitution, substitution: Mapping[int, AxisExpression]) -> S
         )
         for axis, place in old.items()
     }
+
+
+def _fused(
+    sizes: tuple[Int, ...],
+    parts: tuple[_Part, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    needed: frozenset[int],
+) -> Numbered:
+    """Nests as one nest over ``sizes``, each reading what earlier ones stored from registers.
+
+    Args:
+        dtypes: of their buffers in memory, by number; None for one that is not in memory as a tensor.
+        needed: the numbers of the buffers that are stored.
+    """
+    names = numbers(len(dtypes))
+    stores: list[Store] = []
+    known: dict[str, tuple[Index, Value]] = {}
+    for form, common, substitution in parts:
+        own = dict(zip(names, [names[number] for number in common], strict=False))
+        moved = substitute_stores(renamed(form, own).stores, dict(substitution))
+        for store in _forward_stores(moved, known):
+            dtype = dtypes[number_of(store.buffer)]
+            assert dtype is not None, "a nest stores to no tensor"
+            # Under a mask, a stored value alone is not what a reader finds in memory.
+            if store.mask is None:
+                known[store.buffer] = (store.index, convert(store.value, dtype))
+            stores.append(store)
+    return numbered(Nest(sizes, tuple([store for store in stores if number_of(store.buffer) in needed])))
 
 
 def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Value]]) -> list[Store]:

@@ -8,6 +8,8 @@ read by several kernels or by ATen calls.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ from weft.inductor.loop_ir.axes import (
     substitute_values,
 )
 from weft.inductor.loop_ir.ir import Call, Load, Nest, Reduce, Store, Value, map_values, rewrite_stores
+from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renamed
 from weft.inductor.loop_ir.ops import OPS
 from weft.inductor.lowering.lowered_step import Loop, Lowered
 from weft.inductor.lowering.registry import convert, masked
@@ -39,7 +42,8 @@ _MAX_READS = 24  # tensors that a nest reads: each takes registers for its addre
 
 
 class _Producer(NamedTuple):
-    loop: Loop
+    """A pointwise nest, over numbered buffers, and its one store."""
+
     nest: Nest
     store: Store
     cost: int
@@ -59,24 +63,22 @@ def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
             writers[name] = writers.get(name, 0) + 1
         for name in operation.reads:
             readers[name] = readers.get(name, 0) + 1
-    producers: dict[str, _Producer] = {}
-    lifetimes = Lifetimes(lowered)
+    inliner = _Inliner(lowered, readers)
     operations = []
     for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
             with guard(operation.nodes):
                 # One form for equal loops first: a producer over [B * S, C] and a reader over [B, S, C] then have the
                 # same axes.
-                operation = replace(operation, nest=squeeze_and_merge(operation.nest))
-                operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
+                operation = replace(operation, form=inliner.merged(operation.form))
+                operation = inliner.with_producers(operation, at)
                 # After inlining, so that chains collapse: a producer already holds what it took from its own
-                # producers.
-                producer = _producer(operation, writers)
-                if producer is not None:
-                    producers[producer.store.buffer] = producer
+                # producers. Each element that a reader may load must have its nest's value: one writer.
+                if all(writers[name] == 1 for name in operation.writes):
+                    inliner.producers |= dict.fromkeys(operation.writes, operation)
         operations.append(operation)
     # Buffers of dropped nests stay described; nobody refers to them.
-    inlined = replace(lowered, operations=_without_dead_loops(operations, lifetimes.results))
+    inlined = replace(lowered, operations=_without_dead_loops(operations, inliner.lifetimes.results))
     if knobs.verify_graphs:
         verify_lowered(inlined, inlined.operations, "inlining", guard)
     return inlined
@@ -94,71 +96,121 @@ def _without_dead_loops(operations: list, kept: frozenset[str]) -> list:
     return alive[::-1]
 
 
-def _producer(loop: Loop, writers: dict[str, int]) -> _Producer | None:
+class _Inliner:
+    """Inlines producers into their readers.
+
+    Attributes:
+        producers: the loops that may be inlined, by what they write.
+        merged: a nest with neighbouring axes joined, see :func:`~weft.inductor.loop_ir.axes.squeeze_and_merge`.
+    """
+
+    def __init__(self, lowered: Lowered, readers: dict[str, int]) -> None:
+        self.lifetimes = Lifetimes(lowered)
+        self.producers: dict[str, Loop] = {}
+        self._lowered, self._readers = lowered, readers
+        # Equal layers ask equal questions, see `loop_ir/numbering.py`.
+        self.merged = functools.cache(squeeze_and_merge)
+        self._producer = functools.cache(_producer)
+        self._inlined = functools.cache(_inlined)
+
+    def with_producers(self, loop: Loop, at: int) -> Loop:
+        """Operation ``at`` with its operands inlined, where that pays."""
+        # The reads as they were: what a producer brings along was not worth inlining into it, so it is not tried again
+        # here.
+        for name in dict.fromkeys([loop.names[load.buffer] for load in loop.form.reads]):
+            producer = self.producers.get(name)
+            if producer is None or name not in loop.buffers or self.lifetimes.would_extend(producer.reads, (name,), at):
+                continue
+            # Only then the producer's nest disappears, with its store and its load.
+            alone = self._readers[name] == 1 and name not in self.lifetimes.results
+            taken = self._taken(loop, name, producer, alone)
+            if taken is not None:
+                loop = taken
+                # The producer's operands are now read here: their live ranges grow, and later decisions must know.
+                self.lifetimes.read(producer.reads, at)
+                for buffer in producer.reads:
+                    # Where the producer also stays a nest of its own, its operands get one more reader.
+                    self._readers[buffer] = self._readers.get(buffer, 0) + (0 if alone else 1)
+        return replace(loop, inlined=tuple(dict.fromkeys(loop.inlined)))
+
+    def _taken(self, loop: Loop, name: str, producer: Loop, alone: bool) -> Loop | None:
+        """``loop`` with the producer of ``name`` inlined; None where that does not pay or cannot be done."""
+        made = self._producer(producer.form)
+        if made is None:
+            return None
+        # Both nests over common numbers: the reader's, then those of what the producer alone reads.
+        place = {buffer: number for number, buffer in enumerate(loop.buffers)}
+        common = tuple([place.setdefault(buffer, len(place)) for buffer in producer.buffers])
+        described = [self._lowered.buffers.get(buffer) for buffer in place]
+        dtypes = tuple([None if buffer is None else buffer.dtype for buffer in described])
+        found = self._inlined(loop.form, place[name], made, common, dtypes, alone)
+        if found is None:
+            return None
+        names = list(place)
+        buffers = tuple([names[number_of(buffer)] for buffer in found.buffers])
+        return replace(loop, form=found.form, buffers=buffers, inlined=(*loop.inlined, *producer.nodes))
+
+
+def _producer(nest: Nest) -> _Producer | None:
     """The nest as one that readers may inline: pointwise, with one store. None for any other."""
-    nest = loop.nest
     if len(nest.stores) != 1:
         return None
     store = nest.stores[0]
-    # Each element that a reader may load must have this nest's value: one writer, and no mask.
-    if store.mask is not None or store.index.indirect or writers[store.buffer] != 1:
+    # Each element that a reader may load must have this nest's value: no mask.
+    if store.mask is not None or store.index.indirect:
         return None
     values = nest.values()
     # A reduction in its reader would run again for every element that is read.
     if any(isinstance(value, Reduce) for value in values):
         return None
-    cost = sum(OPS[value.op].cost for value in values if isinstance(value, Call))
-    return _Producer(loop, nest, store, cost)
+    return _Producer(nest, store, sum(OPS[value.op].cost for value in values if isinstance(value, Call)))
 
 
-def _inline_producers(
-    loop: Loop,
+def _inlined(
+    nest: Nest,
     at: int,
-    producers: dict[str, _Producer],
-    lowered: Lowered,
-    readers: dict[str, int],
-    lifetimes: Lifetimes,
-) -> Loop:
-    """Operation ``at`` with its operands inlined, where that pays."""
-    nest, inlined = loop.nest, list(loop.inlined)
-    # The reads as they were: what a producer brings along was not worth inlining into it, so it is not tried again
-    # here.
-    for name in list(dict.fromkeys(load.buffer for load in nest.reads)):
-        producer = producers.get(name)
-        if producer is None or lifetimes.would_extend(producer.loop.reads, (name,), at):
-            continue
-        # Only then the producer's nest disappears, with its store and its load.
-        alone = readers[name] == 1 and name not in lifetimes.results
-        if not (_adds_no_traffic(producer, nest, name, lowered) or (alone and _computes_once(producer, nest, name))):
-            continue
-        taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)
-        if taken is not None and len(taken.values()) <= _MAX_VALUES and len(taken.reads) <= _MAX_READS:
-            nest = taken
-            # The producer's operands are now read here: their live ranges grow, and later decisions must know.
-            lifetimes.read(producer.loop.reads, at)
-            inlined += (*producer.loop.inlined, producer.loop.node)
-            for buffer in {load.buffer for load in producer.nest.reads}:
-                # Where the producer also stays a nest of its own, its operands get one more reader.
-                readers[buffer] = readers.get(buffer, 0) + (0 if alone else 1)
-    return replace(loop, nest=nest, inlined=tuple(dict.fromkeys(inlined)))
+    producer: _Producer,
+    common: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    alone: bool,
+) -> Numbered | None:
+    """A numbered nest with the producer of its buffer ``at`` inlined; None where that does not pay or cannot be done.
+
+    Args:
+        common: the numbers that the buffers of the producer have beside those of the nest.
+        dtypes: of these buffers; None for one that is not in memory as a tensor.
+        alone: whether nobody else reads the producer's buffer.
+    """
+    names = numbers(len(dtypes))
+    name = names[at]
+    cheap = _adds_no_traffic(producer, nest, name, [dtypes[number] for number in common])
+    if not (cheap or (alone and _computes_once(producer, nest, name))):
+        return None
+    moved = renamed(producer.nest, dict(zip(names, [names[number] for number in common], strict=False)))
+    dtype = dtypes[at]
+    assert dtype is not None, "a nest stores to no tensor"
+    taken = _substituted(nest, name, _Producer(moved, moved.stores[0], producer.cost), dtype)
+    if taken is None or len(taken.values()) > _MAX_VALUES or len(taken.reads) > _MAX_READS:
+        return None
+    return numbered(taken)
 
 
-def _adds_no_traffic(producer: _Producer, nest: Nest, name: str, lowered: Lowered) -> bool:
-    """Whether inlining reads no more bytes than the value itself has, and takes few instructions."""
+def _adds_no_traffic(
+    producer: _Producer, nest: Nest, name: str, dtypes: Sequence[torch.dtype | None]
+) -> bool:
+    """Whether inlining reads no more bytes than the value itself has, and takes few instructions. ``dtypes`` are those
+    of the producer's buffers."""
     if producer.cost > (_CHEAP if _computes_once(producer, nest, name) else _TRIVIAL):
         return False
     # Operands that change along fewer axes (a bias, a scale) are small and come from the caches.
     whole = frozenset(range(len(producer.nest.sizes)))
     # Bytes for each point of the producer, against the bytes of its result: reading operands instead of the result
     # must not move more.
-    read = sum(
-        lowered.buffers[load.buffer].dtype.itemsize if load.buffer in lowered.buffers else 8
-        for load in producer.nest.reads
-        if load.axes == whole and whole
-    )
+    itemsizes = [8 if dtype is None else dtype.itemsize for dtype in dtypes]
+    read = sum(itemsizes[number_of(load.buffer)] for load in producer.nest.reads if load.axes == whole and whole)
     # A gather moves a whole memory sector for each element.
     gathers = any(load.index.indirect for load in producer.nest.reads)
-    return read <= lowered.buffers[producer.store.buffer].dtype.itemsize and not gathers
+    return read <= itemsizes[number_of(producer.store.buffer)] and not gathers
 
 
 def _computes_once(producer: _Producer, nest: Nest, name: str) -> bool:

@@ -424,6 +424,13 @@ class Nest:
     sizes: tuple[Int, ...]
     stores: tuple[Store, ...]
 
+    def __hash__(self) -> int:
+        # Kept: nests are the keys of what is concluded from them once (`numbering.py`).
+        found = vars(self).get("_hash")
+        if found is None:
+            found = vars(self)["_hash"] = hash((self.sizes, self.stores))
+        return found
+
     # Kept, since a nest never changes: fusion and code generation walk it at every question that they ask of it. Not by
     # `cached_property`, which takes a lock before Python 3.12.
     @property

@@ -21,8 +21,9 @@ from weft.inductor.graph.gpu import multiprocessors
 from weft.inductor.graph.inline_function import base_of
 from weft.inductor.graph.sizes import may_overlap, spanned, tensors_of
 from weft.inductor.loop_ir.ir import Buffer
-from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered
+from weft.inductor.lowering.lowered_step import Extern, Lowered
 from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Lower, Lowering, Operand, size_of
+from weft.inductor.lowering.repeated_operations import RepeatedOperations
 from weft.inductor.lowering.verify import verify_lowered
 
 Node = torch.fx.Node
@@ -40,12 +41,13 @@ def lower(step: StepGraph, order: Sequence[Node], on_aten: Collection[str] = (),
 
     kind = device_kind(order)
     lowered = Lowered(step, kind, multiprocessors=multiprocessors(kind))
+    repeated = RepeatedOperations(lowered)
     # In the order of the step, which the operations keep: a nest may read only what an earlier operation stored.
     for node in order:
         if node.op == "placeholder":
             _own_buffer(lowered, node)
         elif node.op == "call_function":
-            _lower_node(lowered, node, node.name in on_aten, guard)
+            _lower_node(lowered, node, node.name in on_aten, repeated, guard)
     if lowered.seeds:
         device = lowered.seeds[0].meta["val"]
         while not isinstance(device, torch.Tensor):
@@ -63,13 +65,13 @@ def device_kind(nodes: Iterable[Node]) -> str:
     return "cuda" if any(isinstance(val, torch.Tensor) and val.device.type == "cuda" for val in vals) else "cpu"
 
 
-def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> None:
+def _lower_node(lowered: Lowered, node: Node, on_aten: bool, repeated: RepeatedOperations, guard: Guard) -> None:
     # Views first: a view has no lowering and must not become an ATen call, which would need its base in memory.
     if _is_view(lowered, node):
         return
     lowering = None if on_aten else LOWERINGS.get(node.target)
     with guard((node,)):
-        if lowering is not None and _to_loops(lowered, node, lowering):
+        if lowering is not None and repeated.add(node, lambda: _to_loops(lowered, node, lowering)):
             return
     # Reached for a lowering that returned False, for one that failed under the guard, and where there is none.
     lowered.reasons[str(node.target)] += 1
@@ -78,23 +80,13 @@ def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> No
     lowered.operations.append(Extern(node, frozenset(_read(lowered, node)), frozenset(_written(lowered, node))))
 
 
-def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> bool:
-    """Add the loop nests of a node. False where its lowering does not cover it."""
+def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> Lowering | None:
+    """The loop nests of a node. None where its lowering does not cover it."""
     # Buffers and nests collect in `out` until the lowering is known to cover the case, so a refusal leaves no trace.
     orders = lambda operand: lowered.orders.strides(operand, lowered.buffers)
     out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors, orders)
     # The cheap and general conditions first, so that lowerings need not repeat them.
-    if not (out.takes_operands() and _known(lowered, node) and _lowered(lowering, out)):
-        return False
-    # A node with several results gets operands when `getitem` picks one (`_is_view`).
-    result = out.result() if isinstance(node.meta["val"], torch.Tensor) else None
-    lowered.buffers.update(out.buffers)
-    lowered.operations += (Loop(nest, node) for nest in out.nests)
-    for nest in out.nests:
-        lowered.orders.note(nest, lowered.buffers)
-    if result is not None:
-        lowered.operands[node] = result
-    return True
+    return out if out.takes_operands() and _known(lowered, node) and _lowered(lowering, out) else None
 
 
 def _lowered(lowering: Lower, out: Lowering) -> bool:

@@ -14,6 +14,7 @@ from weft.capture.graph import StepGraph
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Buffer, Nest
+from weft.inductor.loop_ir.numbering import numbers, renamed
 from weft.inductor.lowering.memory_order import MemoryOrders
 from weft.inductor.lowering.registry import Operand
 
@@ -22,20 +23,36 @@ Node = torch.fx.Node
 
 @dataclass(frozen=True)
 class NestItem:
-    """A loop nest of a step, of one operation or of several that were fused."""
+    """A loop nest of a step, of one operation or of several that were fused.
 
-    nest: Nest
+    Attributes:
+        form: the nest over numbered buffers, see :mod:`weft.inductor.loop_ir.numbering`. Equal layers share it.
+        buffers: the names of these buffers.
+    """
+
+    form: Nest
+    buffers: tuple[str, ...]
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """The names of the buffers by their numbered names."""
+        return dict(zip(numbers(len(self.buffers)), self.buffers, strict=True))
+
+    @functools.cached_property
+    def nest(self) -> Nest:
+        """The nest over the buffers of the step."""
+        return renamed(self.form, self.names)
 
     # By name, cached: fusion and live ranges ask for it at every pair of operations.
     @functools.cached_property
     def reads(self) -> frozenset[str]:
         """Names of the buffers that it loads from."""
-        return frozenset(load.buffer for load in self.nest.reads)
+        return frozenset([self.names[load.buffer] for load in self.form.reads])
 
     @functools.cached_property
     def writes(self) -> frozenset[str]:
         """Names of the buffers that it stores to."""
-        return frozenset(self.nest.writes)
+        return frozenset([self.names[name] for name in self.form.writes])
 
 
 def computed_nodes(item: Any) -> tuple[Node, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.inductor.loop_ir.ir import Buffer, Int, Load, Nest
+from weft.inductor.loop_ir.ir import Buffer, Index, Int, Nest
 from weft.inductor.lowering.registry import Operand
 
 Strides = tuple[Int, ...]
@@ -23,24 +23,26 @@ class MemoryOrders:
         self._strides: dict[str, tuple[Strides, ...]] = {}
         self._broadcast: set[str] = set()  # results of which all operands are broadcast, and so small
 
-    def note(self, nest: Nest, buffers: Mapping[str, Buffer]) -> None:
-        """Record how the result of a nest is read. Only elementwise nests without a reduction are looked through."""
+    def note(self, nest: Nest, names: Mapping[str, str], buffers: Mapping[str, Buffer]) -> None:
+        """Record how the result of a numbered nest is read; ``names`` are those of its buffers. Only elementwise nests
+        without a reduction are looked through."""
         if nest.reduces or len(nest.stores) != 1:
             return
         (store,) = nest.stores
-        target = buffers[store.buffer]
+        target = buffers[names[store.buffer]]
         rank = range(len(nest.sizes))
         if nest.sizes != target.sizes or any(store.index.stride(at) != _stride(target, at) for at in rank):
             return
         # What is broadcast is small. Of the others the widest move most bytes. Positions have no buffer.
-        wide = [load for load in nest.reads if load.buffer in buffers and load.buffer not in self._broadcast]
-        wide = [load for load in wide if all(load.index.stride(at) != 0 or nest.sizes[at] == 1 for at in rank)]
+        read = [(load.index, names[load.buffer]) for load in nest.reads]
+        wide = [(index, name) for index, name in read if name in buffers and name not in self._broadcast]
+        wide = [(index, name) for index, name in wide if _walks_all(index, nest)]
         if not wide:
             self._broadcast.add(target.name)
             return
-        most = max(buffers[load.buffer].dtype.itemsize for load in wide)
-        largest = [load for load in wide if buffers[load.buffer].dtype.itemsize == most]
-        found = [each for load in largest for each in self._read(load, buffers[load.buffer], len(rank))]
+        most = max(buffers[name].dtype.itemsize for _, name in wide)
+        largest = [(index, buffers[name]) for index, name in wide if buffers[name].dtype.itemsize == most]
+        found = [each for index, source in largest for each in self._read(index, source, len(rank))]
         self._strides[target.name] = tuple(dict.fromkeys(found))
 
     def strides(self, operand: Operand, buffers: Mapping[str, Buffer]) -> tuple[Strides, ...]:
@@ -50,10 +52,15 @@ class MemoryOrders:
         own = (operand.strides,)
         return self._strides.get(operand.buffer, own) if whole else own
 
-    def _read(self, load: Load, source: Buffer, rank: int) -> tuple[Strides, ...]:
-        whole = len(source.sizes) == rank and all(load.index.stride(at) == _stride(source, at) for at in range(rank))
-        own = (tuple(load.index.stride(at) for at in range(rank)),)
+    def _read(self, index: Index, source: Buffer, rank: int) -> tuple[Strides, ...]:
+        whole = len(source.sizes) == rank and all(index.stride(at) == _stride(source, at) for at in range(rank))
+        own = (tuple(index.stride(at) for at in range(rank)),)
         return self._strides.get(source.name, own) if whole else own
+
+
+def _walks_all(index: Index, nest: Nest) -> bool:
+    """Whether an access changes along every axis of a nest."""
+    return all(index.stride(axis) != 0 or size == 1 for axis, size in enumerate(nest.sizes))
 
 
 def _stride(buffer: Buffer, axis: int) -> Int:

@@ -15,7 +15,7 @@ from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Int, Position, Store, register_dtype
 from weft.inductor.lowering.expressions import Expression, call, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
+from weft.inductor.lowering.registry import Lowering, Node, Operand, base_of_views, register_lowering
 from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class ReducedOperand:
         # The axes that each dimension becomes: more than one where a view merged several.
         axes = [[dim] for dim in range(rank)]
         if split_views:
-            self.operand, axes = _split_by_base(self.operand, _base(out, source), over)
+            self.operand, axes = _split_by_base(self.operand, base_of_views(out.operands, source), over)
         self.kept = [None if dim in over else axes[dim][0] for dim in range(rank)]
         self.over = tuple(axis for dim in sorted(over) for axis in axes[dim])
         self.x = Expression(self.operand.load(self.operand.index()))
@@ -69,17 +69,6 @@ class ReducedOperand:
     def count(self, dtype: torch.dtype) -> Expression:
         """How many elements are reduced to one."""
         return Expression(integer(self.stages.count)).to(dtype)
-
-
-def _base(out: Lowering, source: Node) -> Operand:
-    """The tensor that ``source`` is a view of, by however many views."""
-    operand = out.operand(source)
-    # Views have their base's buffer in `operands`; the first node with another buffer made the memory.
-    while source.all_input_nodes and (before := out.operands.get(source.all_input_nodes[0])) is not None:
-        if before.buffer != operand.buffer:
-            break
-        source, operand = source.all_input_nodes[0], before
-    return operand
 
 
 def _split_by_base(operand: Operand, base: Operand, dims: set[int]) -> tuple[Operand, list[list[int]]]:

@@ -99,6 +99,17 @@ class Operand:
         return Load(self.buffer, index, register_dtype(self.dtype), mask, other)
 
 
+def base_of_views(operands: Mapping[Node, Operand], source: Node) -> Operand:
+    """The tensor that ``source`` is a view of, by however many views."""
+    operand = operands[source]
+    # Views have their base's buffer in `operands`; the first node with another buffer made the memory.
+    while source.all_input_nodes and (before := operands.get(source.all_input_nodes[0])) is not None:
+        if before.buffer != operand.buffer:
+            break
+        source, operand = source.all_input_nodes[0], before
+    return operand
+
+
 def _summed(pairs: Iterable[tuple[int, Int]]) -> list[tuple[int, Int]]:
     """One pair an axis: a diagonal has two dimensions along one axis."""
     total: dict[int, Int] = {}

@@ -370,6 +370,7 @@ class _RecomputeRewriter:
         self.step = step
         self.copies: dict[Node, Node] = {}
         self.position: dict[Node, float] = {}
+        self._fake_mode = torch_adapter.fake_mode_of(step.graph)
 
     def recompute(self, chosen: set[LiveRange]) -> None:
         """Recompute ``chosen`` before their first use in backward."""
@@ -396,7 +397,7 @@ class _RecomputeRewriter:
             todo.pop()
             if wanted not in self.copies:
                 with self.step.graph.inserting_before(user):
-                    self.copies[wanted] = _copied(self.step, wanted, self.copies)
+                    self.copies[wanted] = self._copied(wanted)
             # A copy made for a later user moves before this one; its own operands were moved first.
             elif not self._is_available(wanted, user):
                 user.prepend(self.copies[wanted])
@@ -406,12 +407,11 @@ class _RecomputeRewriter:
     def _is_available(self, node: Node, user: Node) -> bool:
         return node in self.copies and self.position[self.copies[node]] <= self.position[user]
 
-
-def _copied(step: StepGraph, node: Node, copies: dict[Node, Node]) -> Node:
-    copy = copy_node(step.graph, node, lambda used: copies.get(used, used))
-    copy.meta = same_meta(node, stage="backward", recomputed=True)
-    args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
-    # The fake value is computed anew: the copy has memory of its own.
-    with torch_adapter.only_mode(torch_adapter.fake_mode_of(step.graph)), torch_adapter.below_autograd():
-        copy.meta["val"] = node.target(*args[0], **args[1])  # type: ignore[operator]
-    return copy
+    def _copied(self, node: Node) -> Node:
+        copy = copy_node(self.step.graph, node, lambda used: self.copies.get(used, used))
+        copy.meta = same_meta(node, stage="backward", recomputed=True)
+        args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
+        # The fake value is computed anew: the copy has memory of its own.
+        with torch_adapter.only_mode(self._fake_mode), torch_adapter.below_autograd():
+            copy.meta["val"] = node.target(*args[0], **args[1])  # type: ignore[operator]
+        return copy

@@ -40,6 +40,7 @@ from weft.inductor.loop_ir.ir import (
     map_values,
     rewrite,
 )
+from weft.inductor.loop_ir.numbering import numbered
 from weft.inductor.lowering.lower import lower
 from weft.inductor.lowering.lowered_step import Loop, Lowered, Operation
 from weft.inductor.lowering.verify import verify_lowered
@@ -249,7 +250,8 @@ def planted(lowered: Lowered, change: Change) -> list[Operation]:
     assert isinstance(loop, Loop)
     nest = change(loop.nest)
     assert nest != loop.nest, "no fault was planted"
-    return [*lowered.operations[:at], replace(loop, nest=nest), *lowered.operations[at + 1 :]]
+    form, buffers = numbered(nest)
+    return [*lowered.operations[:at], replace(loop, form=form, buffers=buffers), *lowered.operations[at + 1 :]]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
