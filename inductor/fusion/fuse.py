@@ -17,32 +17,32 @@ import heapq
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from weft import knobs
 from weft.capture.node_kinds import is_effect
 from weft.inductor.codegen.kernel_plan import MAX_REGISTER_ROW
+from weft.inductor.fusion.fusion_group import (
+    FusionGroup,
+    GroupMember,
+    accesses,
+    axes_of,
+    fused,
+    is_row_part,
+    over_common_axes,
+    points,
+    shared_axes,
+    single,
+)
 from weft.inductor.fusion.lifetimes import Lifetimes
 from weft.inductor.graph.faults import Guard, unguarded
-from weft.inductor.loop_ir.axes import (
-    AxisExpression,
-    Factor,
-    Substitution,
-    align,
-    merge,
-    size_hint,
-    split_axes,
-    substitute,
-    substitute_stores,
-)
-from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Store, Value, rewrite_stores
-from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renamed
+from weft.inductor.loop_ir.axes import Substitution, align, merge
+from weft.inductor.loop_ir.ir import Nest
+from weft.inductor.loop_ir.numbering import Numbered, number_of
 from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered, NestItem
-from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.lowering.verify import verify_lowered
 
 log = logging.getLogger(__name__)
@@ -88,59 +88,24 @@ def fuse(
     return kernels
 
 
-class _Part(NamedTuple):
-    """A nest of a group: over numbered buffers, the numbers that these have in the group, and its axes there."""
-
-    form: Nest
-    common: tuple[int, ...]
-    substitution: tuple[tuple[int, AxisExpression], ...]
-
-
-@dataclass
-class _FusionGroup:
-    """Nests that will be one kernel, over common axes ``sizes``.
-
-    Attributes:
-        members: positions of the operations, and their axes in the group's.
-        reads, writes: indices over the group's axes, by buffer; None where a buffer is accessed in several ways.
-        reduced: the sets of axes reduced over.
-        first, last: positions of the first and the last member in the step.
-    """
-
-    sizes: list[Int]
-    members: list[tuple[int, Substitution]]
-    reads: dict[str, set[Index]]
-    writes: dict[str, Index | None]
-    # As sets of axes, since this is what decides the shape of a kernel (`codegen/kernel_plan.py`).
-    reduced: set[frozenset[int]]
-    first: int
-    last: int
-    # Calls take part as nodes of the dependence graph only.
-    fixed: bool = False  # an extern
-
-    @property
-    def buffers(self) -> set[str]:
-        return set(self.reads) | set(self.writes)
-
-
 class _Fuser:
     def __init__(self, lowered: Lowered, supports: Supports, guard: Guard) -> None:
         self.lowered = lowered
         self.supports = supports
         self.guard = guard
         self.lifetimes = Lifetimes(lowered)
-        self.groups: dict[int, _FusionGroup] = {}
+        self.groups: dict[int, FusionGroup] = {}
         self.group_of: dict[int, int] = {}  # operation -> group
         self.writers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
         # Equal layers have equal groups, see `loop_ir/numbering.py`.
-        self._fused = functools.cache(_fused)
+        self._fused = functools.cache(fused)
         self._merged = functools.cache(merge)
         self.refused: set[tuple[int, int, int]] = set()
         self.refusals: Counter[str] = Counter()
         # Each operation starts as a group of its own, and a group keeps the number of one of its members.
         for at, operation in enumerate(lowered.operations):
-            self.groups[at] = _group(at, operation)
+            self.groups[at] = single(at, operation)
             self.group_of[at] = at
             for name in operation.writes:
                 self.writers.setdefault(name, []).append(at)
@@ -222,13 +187,13 @@ class _Fuser:
         far = {o for o in saved if not self._is_near(group, self.groups[o]) and not self._linked(at, o)}
         return [(-bytes_, min(at, other), max(at, other)) for other, bytes_ in saved.items() if other not in far]
 
-    def _sharers(self, name: str, group: _FusionGroup) -> list[int]:
+    def _sharers(self, name: str, group: FusionGroup) -> list[int]:
         """The operations that ``group`` may be joined with because of a buffer."""
         writers, readers = self.writers.get(name, []), self.readers.get(name, [])
         # Readers of what the group writes count at any size, as they are its consumers.
         return [*writers, *readers] if name in group.writes or self.lowered.bytes(name) >= _MIN_SHARED_READ else writers
 
-    def _is_near(self, a: _FusionGroup, b: _FusionGroup) -> bool:
+    def _is_near(self, a: FusionGroup, b: FusionGroup) -> bool:
         return max(a.first, b.first) - min(a.last, b.last) <= _MAX_DISTANCE
 
     def _linked(self, a: int, b: int) -> bool:
@@ -236,7 +201,7 @@ class _Fuser:
 
     def _join(self, a: int, b: int) -> bool:
         # What stays if the guard swallows a fault of weft's: the pair is refused, and both remain as they were.
-        joined: _FusionGroup | str = "joining them fails"
+        joined: FusionGroup | str = "joining them fails"
         with self.guard(self._computed(self.groups[a], self.groups[b])):
             joined = self._combined(a, b)
         if isinstance(joined, str):
@@ -245,7 +210,7 @@ class _Fuser:
         self._replace(a, b, joined)
         return True
 
-    def _combined(self, a: int, b: int) -> _FusionGroup | str:
+    def _combined(self, a: int, b: int) -> FusionGroup | str:
         """Two groups as one, or why they cannot be."""
         one, two = self.groups[a], self.groups[b]
         # The cheap refusals come first: most pairs end at one of them.
@@ -267,21 +232,21 @@ class _Fuser:
         why = self.supports(self._form(joined).form) if len(joined.reduced) > 1 else None
         return joined if why is None else why
 
-    def _extends_lifetimes(self, early: _FusionGroup, late: _FusionGroup) -> bool:
+    def _extends_lifetimes(self, early: FusionGroup, late: FusionGroup) -> bool:
         """Whether computing the first group at the position of the second would extend the live ranges of large
         buffers."""
         # What the later group reads as well is alive until then anyway.
         return self.lifetimes.would_extend(early.reads.keys() - late.reads.keys(), early.writes, late.last)
 
-    def _is_recomputed(self, group: _FusionGroup) -> bool:
+    def _is_recomputed(self, group: FusionGroup) -> bool:
         """Whether a group recomputes values of the forward."""
         return any(node.meta.get("recomputed") for node in self._computed(group))
 
-    def _is_forward(self, group: _FusionGroup) -> bool:
+    def _is_forward(self, group: FusionGroup) -> bool:
         """Whether a group computes a value of the forward."""
         return any(node.meta.get("stage") == "forward" for node in self._computed(group))
 
-    def _computed(self, *groups: _FusionGroup) -> Iterator[Node]:
+    def _computed(self, *groups: FusionGroup) -> Iterator[Node]:
         members = (at for group in groups for at, _ in group.members)
         return (node for at in members for node in self.lowered.operations[at].nodes)
 
@@ -307,14 +272,14 @@ class _Fuser:
             stack += (n for n in self.after[at] if n not in seen and self.groups[n].first <= last)
         return False
 
-    def _joined(self, one: _FusionGroup, two: _FusionGroup) -> _FusionGroup | None:
+    def _joined(self, one: FusionGroup, two: FusionGroup) -> FusionGroup | None:
         # Buffers with most axes first: they match most loops, so that few axes are left to one group alone.
         shared = sorted(
-            one.buffers & two.buffers, key=lambda name: (-_rank(one, two, name), -self.lowered.bytes(name), name)
+            one.buffers & two.buffers, key=lambda name: (-shared_axes(one, two, name), -self.lowered.bytes(name), name)
         )
         for name in shared:
-            for left in _accesses(one, name):
-                for right in _accesses(two, name):
+            for left in accesses(one, name):
+                for right in accesses(two, name):
                     # Two readers at different offsets (halves of a tensor) read different elements, and share
                     # nothing.
                     if name not in one.writes and name not in two.writes and left.offset != right.offset:
@@ -322,30 +287,28 @@ class _Fuser:
                     # An empty list means that the buffer has one element: it relates no loops.
                     factors = align(left, one.sizes, right, two.sizes)
                     if factors:
-                        joined = _over_common_axes(one, two, factors)
-                        if joined is not None and self._legal(one, two, joined):
+                        joined = over_common_axes(one, two, factors)
+                        if self._legal(one, two, joined):
                             return joined[0]
         return None
 
-    def _legal(
-        self, one: _FusionGroup, two: _FusionGroup, joined: tuple[_FusionGroup, _FusionGroup, _FusionGroup]
-    ) -> bool:
+    def _legal(self, one: FusionGroup, two: FusionGroup, joined: tuple[FusionGroup, FusionGroup, FusionGroup]) -> bool:
         """Whether every buffer that one group writes is accessed at one index only, and the axes of both groups fit."""
         both, left, right = joined
         for name in one.buffers & two.buffers:
             written = name in one.writes or name in two.writes
             # Programs of a kernel run in no order: a point can read only what it stored itself.
-            if written and len({*_accesses(left, name), *_accesses(right, name)}) != 1:
+            if written and len({*accesses(left, name), *accesses(right, name)}) != 1:
                 return False
             # None: written under a mask or in several ways, so the value at a point is not the stored value.
             if written and None in (left.writes.get(name, 0), right.writes.get(name, 0)):
                 return False
-        mine, others = _axes_of(left), _axes_of(right)
+        mine, others = axes_of(left), axes_of(right)
         if len(both.reduced) > 1:
             # Rows and columns of one space, not a sum and the sum of its parts; what is done once a row adds none.
             # Mean and rstd of a norm are such: one number a row, beside a kernel that walks rows and sums columns.
             once = any(
-                _is_row_part(narrow, wide, over) and not part.reduced
+                is_row_part(narrow, wide, over) and not part.reduced
                 for narrow, wide, part in ((mine, others, left), (others, mine, right))
                 for over in both.reduced
             )
@@ -355,7 +318,7 @@ class _Fuser:
             over = next(iter(both.reduced), frozenset())
             # Equal loops, or one that runs once a row of the other. A part with fewer axes otherwise would be
             # repeated along the rest.
-            if not (mine == others or _is_row_part(mine, others, over) or _is_row_part(others, mine, over)):
+            if not (mine == others or is_row_part(mine, others, over) or is_row_part(others, mine, over)):
                 return False
             # A reduction's axes must be loops of each part as a whole, or not at all.
             if any(over & part not in (over, frozenset()) for part in (mine, others)):
@@ -364,21 +327,21 @@ class _Fuser:
             if not self._along_memory(both):
                 return False
             # The narrower of two reductions is the row: the other goes over rows.
-            width = min((_width(both.sizes, over) for over in both.reduced), default=1.0)
+            width = min((points(both.sizes, over) for over in both.reduced), default=1.0)
             # Longer rows are processed in a loop and need not fit. A row in registers holds an element of each buffer
             # at each position.
             if width <= MAX_REGISTER_ROW and width * len(both.buffers) > _MAX_ROW_ELEMENTS:
                 return False
         return True
 
-    def _along_memory(self, group: _FusionGroup) -> bool:
+    def _along_memory(self, group: FusionGroup) -> bool:
         """Whether all large buffers are contiguous along axes of one kind: reduced in one way, or not reduced. A kernel
         that loops along rows would load each cache line of a transposed tensor many times."""
         kinds = set()
         for name in group.buffers:
             if self.lowered.bytes(name) < _CACHED_BYTES:
                 continue
-            for index in _accesses(group, name):
+            for index in accesses(group, name):
                 inner = [axis for axis, stride in index.strides if stride == 1]
                 whole = any(index.axes & over for over in group.reduced)
                 # An access that changes along no reduced axis is made once, outside of the loop.
@@ -386,7 +349,7 @@ class _Fuser:
                     kinds.add(next((over for over in group.reduced if inner[0] in over), frozenset()))
         return len(kinds) <= 1
 
-    def _replace(self, a: int, b: int, joined: _FusionGroup) -> None:
+    def _replace(self, a: int, b: int, joined: FusionGroup) -> None:
         for at, _ in joined.members:
             self.group_of[at] = a
         self.groups[a] = joined
@@ -453,11 +416,11 @@ class _Fuser:
         self.refusals["joins that wait for each other"] += 1
         # Operations alone have no cycles, so splitting groups ends them.
         for member, _ in self.groups.pop(at).members:
-            self.groups[member] = _group(member, self.lowered.operations[member])
+            self.groups[member] = single(member, self.lowered.operations[member])
             self.group_of[member] = member
         self._link_groups()
 
-    def _form(self, group: _FusionGroup) -> Numbered:
+    def _form(self, group: FusionGroup) -> Numbered:
         """The nest of a group, over numbered buffers, and the names of these."""
         inside = {at for at, _ in group.members}
         place: dict[str, int] = {}
@@ -467,7 +430,7 @@ class _Fuser:
             loop = self.lowered.operations[at]
             assert isinstance(loop, Loop)
             common = tuple([place.setdefault(name, len(place)) for name in loop.buffers])
-            parts.append(_Part(loop.form, common, tuple(substitution.items())))
+            parts.append(GroupMember(loop.form, common, tuple(substitution.items())))
         buffers = [self.lowered.buffers.get(name) for name in place]
         dtypes = tuple([None if buffer is None else buffer.dtype for buffer in buffers])
         # A buffer that only members read is never stored: this is what fusion saves.
@@ -482,157 +445,3 @@ class _Fuser:
 
 def _first(member: tuple[int, Substitution]) -> int:
     return member[0]
-
-
-def _group(at: int, operation: Loop | Extern) -> _FusionGroup:
-    if isinstance(operation, Extern):
-        return _FusionGroup([], [(at, {})], {}, {}, set(), at, at, fixed=True)
-    nest, names = operation.form, operation.names
-    reads: dict[str, set[Index]] = {}
-    for load in nest.reads:
-        reads.setdefault(names[load.buffer], set()).add(load.index)
-    writes: dict[str, Index | None] = {}
-    for store in nest.stores:
-        name = names[store.buffer]
-        plain = store.mask is None and name not in writes and not store.index.indirect
-        writes[name] = store.index if plain else None
-    # The identity: a group of one has its member's axes.
-    same = {axis: AxisExpression(((axis, 1),)) for axis in range(len(nest.sizes))}
-    reduced = {frozenset(value.over) for value in nest.reduces}
-    return _FusionGroup(list(nest.sizes), [(at, same)], reads, writes, reduced, at, at)
-
-
-def _accesses(group: _FusionGroup, name: str) -> list[Index]:
-    found = list(group.reads.get(name, ()))
-    written = group.writes.get(name)
-    return [*found, written] if written is not None and written not in found else found
-
-
-def _rank(one: _FusionGroup, two: _FusionGroup, name: str) -> int:
-    # The lesser of both sides: loops that only one of them has are not matched by this buffer.
-    return min(max((len(i.strides) for i in _accesses(g, name)), default=0) for g in (one, two))
-
-
-def _axes_of(group: _FusionGroup) -> frozenset[int]:
-    """The axes that a part of a joined group loops over."""
-    indices = [index for reads in group.reads.values() for index in reads]
-    indices += [index for index in group.writes.values() if index is not None]
-    return frozenset().union(*(index.axes for index in indices), *group.reduced)
-
-
-def _is_row_part(narrow: frozenset[int], wide: frozenset[int], over: frozenset[int]) -> bool:
-    """Whether ``narrow`` runs once a row where ``wide`` runs along the row too."""
-    # Exactly the reduced axes are missing from the narrow part: neither fewer, nor some of the row's.
-    return bool(over) and narrow | over == wide and not narrow & over
-
-
-def _width(sizes: Sequence[Int], over: Iterable[int]) -> float:
-    total = 1.0
-    for axis in over:
-        total *= size_hint(sizes[axis])
-    return total
-
-
-def _over_common_axes(
-    one: _FusionGroup, two: _FusionGroup, factors: list[Factor]
-) -> tuple[_FusionGroup, _FusionGroup, _FusionGroup] | None:
-    """Both groups over common axes, together and each alone."""
-    sizes: list[Int] = []
-    left: list[tuple[int, int, Int]] = []
-    right: list[tuple[int, int, Int]] = []
-    for factor in factors:
-        left.append((factor.left, len(sizes), factor.size))
-        right.append((factor.right, len(sizes), factor.size))
-        sizes.append(factor.size)
-    for group, pairs in ((one, left), (two, right)):
-        known = {axis for axis, _, _ in pairs}
-        for axis, size in enumerate(group.sizes):
-            # Axes that the shared buffer does not have stay as they are, one group's own.
-            if axis not in known and size != 1:
-                pairs.append((axis, len(sizes), size))
-                sizes.append(size)
-    a, b = _moved(one, left, sizes), _moved(two, right, sizes)
-    reads = {name: a.reads.get(name, set()) | b.reads.get(name, set()) for name in {**a.reads, **b.reads}}
-    both = _FusionGroup(
-        sizes,
-        a.members + b.members,
-        reads,
-        {**a.writes, **b.writes},
-        a.reduced | b.reduced,
-        min(a.first, b.first),
-        max(a.last, b.last),
-    )
-    return both, a, b
-
-
-def _moved(group: _FusionGroup, pairs: list[tuple[int, int, Int]], sizes: list[Int]) -> _FusionGroup:
-    substitution = split_axes(pairs, group.sizes)
-    return _FusionGroup(
-        sizes,
-        [(at, _through(old, substitution)) for at, old in group.members],
-        {name: {substitute(index, substitution) for index in indices} for name, indices in group.reads.items()},
-        {name: None if index is None else substitute(index, substitution) for name, index in group.writes.items()},
-        # A reduced axis that was split is reduced along all its pieces.
-        {frozenset(new for axis in over for new, _ in substitution[axis].terms) for over in group.reduced},
-        group.first,
-        group.last,
-    )
-
-
-def _through(old: Substitution, substitution: Mapping[int, AxisExpression]) -> Substitution:
-    """Axes written in a group's axes, written in the joined group's."""
-    return {
-        axis: AxisExpression(
-            # Composition of two linear substitutions; groups have no constants, as `align` asks for equal offsets.
-            tuple((new, factor * step) for mid, factor in place.terms for new, step in substitution[mid].terms)
-        )
-        for axis, place in old.items()
-    }
-
-
-def _fused(
-    sizes: tuple[Int, ...],
-    parts: tuple[_Part, ...],
-    dtypes: tuple[torch.dtype | None, ...],
-    needed: frozenset[int],
-) -> Numbered:
-    """Nests as one nest over ``sizes``, each reading what earlier ones stored from registers.
-
-    Args:
-        dtypes: of their buffers in memory, by number; None for one that is not in memory as a tensor.
-        needed: the numbers of the buffers that are stored.
-    """
-    names = numbers(len(dtypes))
-    stores: list[Store] = []
-    known: dict[str, tuple[Index, Value]] = {}
-    for form, common, substitution in parts:
-        own = dict(zip(names, [names[number] for number in common], strict=False))
-        moved = substitute_stores(renamed(form, own).stores, dict(substitution))
-        for store in _forward_stores(moved, known):
-            dtype = dtypes[number_of(store.buffer)]
-            assert dtype is not None, "a nest stores to no tensor"
-            # Under a mask, a stored value alone is not what a reader finds in memory.
-            if store.mask is None:
-                known[store.buffer] = (store.index, convert(store.value, dtype))
-            stores.append(store)
-    return numbered(Nest(sizes, tuple([store for store in stores if number_of(store.buffer) in needed])))
-
-
-def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Value]]) -> list[Store]:
-    """The stores, with loads of what was stored before replaced by the values."""
-    if not known:
-        return list(stores)
-
-    def forward(value: Value) -> Value:
-        if not isinstance(value, Load) or value.buffer not in known:
-            return value
-        index, stored = known[value.buffer]
-        # `_legal` refuses groups with such a load. Left as it is, it is reported by the verifier.
-        if index != value.index:
-            return value
-        if value.mask is None:
-            return stored
-        # The reader's own mask still decides what it sees.
-        return Call("where", (value.mask, stored, literal(value.other, stored.dtype)), stored.dtype)
-
-    return rewrite_stores(stores, forward)
