@@ -29,7 +29,6 @@ from weft.capture.fake.fake_world import fake_world
 from weft.capture.user_code import format_frame, frames_of
 from weft.compile import CompiledStep
 from weft.errors import ScriptFailed, StepNotReached, WeftError
-from weft.launch.stand_ins import patch_torch
 from weft.thread_patches import Patches
 
 _CHECKS = ArgumentChecks("weft plan")
@@ -128,6 +127,10 @@ def run_to_step(script: Script, world_size: int, rank: int, gpus_per_host: int, 
         ScriptFailed: the script raised an error before.
         WeftError: an error of weft's own of the script, or of ``reached``.
     """
+    # Here, not at the top: the parts of torch that they replace take a quarter of a second to import, and the plan of a
+    # step that was captured before runs no script.
+    from weft.launch.stand_ins import patch_torch
+
     code, name, folder = _loaded(script)
     watch = _Watch(script, reached, [], [])
     patches = Patches()
