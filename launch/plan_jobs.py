@@ -20,7 +20,7 @@ from weft.errors import WeftError
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.launch.captured_steps import CapturedSteps, NotKept
 from weft.launch.script_inputs import ScriptInputs
-from weft.launch.script_run import Script, run_to_step
+from weft.launch.script_run import Script, prepare, run_to_step
 from weft.plan.batch import with_batch
 from weft.plan.changes import with_changes
 from weft.plan.plan import StepPlanner
@@ -93,6 +93,7 @@ def run_job(job: PlanJob, report: Report) -> list[Prediction]:
         return planner
 
     report("running the script")
+    prepare()
     with recording:
         recording.enter_context(inputs.recorded())
         run_to_step(job.script, job.world_size, job.rank, ranks_of_host, reached)

@@ -117,6 +117,12 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [str(spec), shapes]
 
 
+def prepare() -> None:
+    """Import what :func:`run_to_step` needs. Not at the top: it takes a quarter of a second, and the plan of a step that
+    was captured before runs no script. Not in the run, whose files are the script's."""
+    importlib.import_module("weft.launch.stand_ins")
+
+
 def run_to_step(script: Script, world_size: int, rank: int, gpus_per_host: int, reached: Reached) -> None:
     """Run a script as one rank of a fake world until it calls the step, and call ``reached`` there, inside the world.
     What the script prints goes to stderr.
@@ -127,9 +133,7 @@ def run_to_step(script: Script, world_size: int, rank: int, gpus_per_host: int, 
         ScriptFailed: the script raised an error before.
         WeftError: an error of weft's own of the script, or of ``reached``.
     """
-    # Here, not at the top: the parts of torch that they replace take a quarter of a second to import, and the plan of a
-    # step that was captured before runs no script.
-    from weft.launch.stand_ins import patch_torch
+    from weft.launch.stand_ins import patch_torch  # see `prepare`
 
     code, name, folder = _loaded(script)
     watch = _Watch(script, reached, [], [])
