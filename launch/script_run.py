@@ -118,8 +118,8 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def prepare() -> None:
-    """Import what :func:`run_to_step` needs. Not at the top: it takes a quarter of a second, and the plan of a step that
-    was captured before runs no script. Not in the run, whose files are the script's."""
+    """Import what :func:`run_to_step` needs. Not at the top: it takes a quarter of a second, and the plan of a step
+    that was captured before runs no script. Not in the run, whose files are the script's."""
     importlib.import_module("weft.launch.stand_ins")
 
 

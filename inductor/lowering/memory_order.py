@@ -7,9 +7,10 @@ images is recorded with rows of pixels innermost, and multiplied by an image wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
-from weft.inductor.loop_ir.ir import Buffer, Index, Int, Nest
+from weft.inductor.loop_ir.ir import Buffer, Int, Nest
 from weft.inductor.lowering.registry import Operand
 
 Strides = tuple[Int, ...]
@@ -26,24 +27,24 @@ class MemoryOrders:
     def note(self, nest: Nest, names: Mapping[str, str], buffers: Mapping[str, Buffer]) -> None:
         """Record how the result of a numbered nest is read; ``names`` are those of its buffers. Only elementwise nests
         without a reduction are looked through."""
-        if nest.reduces or len(nest.stores) != 1:
+        found = _elementwise(nest)
+        if found is None:
             return
-        (store,) = nest.stores
-        target = buffers[names[store.buffer]]
-        rank = range(len(nest.sizes))
-        if nest.sizes != target.sizes or any(store.index.stride(at) != _stride(target, at) for at in rank):
+        stored, own, loads = found
+        target = buffers[names[stored]]
+        if nest.sizes != target.sizes or own != _strides(target):
             return
         # What is broadcast is small. Of the others the widest move most bytes. Positions have no buffer.
-        read = [(load.index, names[load.buffer]) for load in nest.reads]
-        wide = [(index, name) for index, name in read if name in buffers and name not in self._broadcast]
-        wide = [(index, name) for index, name in wide if _walks_all(index, nest)]
+        read = [(names[buffer], strides) for buffer, strides in loads]
+        wide = [(buffers[name], strides) for name, strides in read if name in buffers and name not in self._broadcast]
         if not wide:
             self._broadcast.add(target.name)
             return
-        most = max(buffers[name].dtype.itemsize for _, name in wide)
-        largest = [(index, buffers[name]) for index, name in wide if buffers[name].dtype.itemsize == most]
-        found = [each for index, source in largest for each in self._read(index, source, len(rank))]
-        self._strides[target.name] = tuple(dict.fromkeys(found))
+        most = max(source.dtype.itemsize for source, _ in wide)
+        largest = [
+            each for source, strides in wide if source.dtype.itemsize == most for each in self._read(source, strides)
+        ]
+        self._strides[target.name] = tuple(dict.fromkeys(largest))
 
     def strides(self, operand: Operand, buffers: Mapping[str, Buffer]) -> tuple[Strides, ...]:
         """The strides at which an operand is read: its own where it is a view, or no elementwise result."""
@@ -52,17 +53,26 @@ class MemoryOrders:
         own = (operand.strides,)
         return self._strides.get(operand.buffer, own) if whole else own
 
-    def _read(self, index: Index, source: Buffer, rank: int) -> tuple[Strides, ...]:
-        whole = len(source.sizes) == rank and all(index.stride(at) == _stride(source, at) for at in range(rank))
-        own = (tuple(index.stride(at) for at in range(rank)),)
-        return self._strides.get(source.name, own) if whole else own
+    def _read(self, source: Buffer, strides: Strides) -> tuple[Strides, ...]:
+        """The strides at which a buffer is read, where a nest reads it at these."""
+        own = (strides,)
+        return self._strides.get(source.name, own) if strides == _strides(source) else own
 
 
-def _walks_all(index: Index, nest: Nest) -> bool:
-    """Whether an access changes along every axis of a nest."""
-    return all(index.stride(axis) != 0 or size == 1 for axis, size in enumerate(nest.sizes))
+@functools.lru_cache(maxsize=1024)
+def _elementwise(nest: Nest) -> tuple[str, Strides, tuple[tuple[str, Strides], ...]] | None:
+    """Of a nest with one store and no reduction: the buffer that it stores to, the strides by axis, and the same of the
+    loads that change along all axes. None for other nests."""
+    if nest.reduces or len(nest.stores) != 1:
+        return None
+    (store,) = nest.stores
+    rank = range(len(nest.sizes))
+    strides_of = lambda index: tuple([index.stride(axis) for axis in rank])
+    loads = [(load.buffer, strides_of(load.index)) for load in nest.reads]
+    whole = lambda strides: all(stride != 0 or size == 1 for stride, size in zip(strides, nest.sizes, strict=True))
+    return store.buffer, strides_of(store.index), tuple([load for load in loads if whole(load[1])])
 
 
-def _stride(buffer: Buffer, axis: int) -> Int:
-    """The stride of an index of the whole buffer, which has none along an axis of one element."""
-    return 0 if buffer.sizes[axis] == 1 else buffer.strides[axis]
+def _strides(buffer: Buffer) -> Strides:
+    """The strides of an index of the whole buffer, which has none along an axis of one element."""
+    return tuple([0 if size == 1 else stride for size, stride in zip(buffer.sizes, buffer.strides, strict=True)])
