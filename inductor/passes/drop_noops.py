@@ -50,11 +50,11 @@ def same_tensor(node: Node) -> Node | None:
     if not _is_view(node):
         return None
     val, source = node.meta["val"], node.args[0]
-    # Comparing symbolic sizes would add guards.
-    if not _is_static(val) or val.dim() == 0:
+    place = _place(val)
+    if place is None or val.dim() == 0:
         return None
     while isinstance(source, Node) and isinstance(source_val := source.meta.get("val"), torch.Tensor):
-        if _is_static(source_val) and _layout(val) == _layout(source_val) and share_storage(node, source):
+        if place == _place(source_val) and _kind(val) == _kind(source_val) and share_storage(node, source):
             return source
         if not _is_view(source):
             return None
@@ -62,12 +62,14 @@ def same_tensor(node: Node) -> Node | None:
     return None
 
 
-def _is_static(val: torch.Tensor) -> bool:
-    return all(type(n) is int for n in (*val.shape, *val.stride(), val.storage_offset()))
+def _place(val: torch.Tensor) -> tuple[int, ...] | None:
+    """Sizes, strides and offset; None where one is symbolic: comparing it would add guards."""
+    place = (*val.shape, *val.stride(), val.storage_offset())
+    return place if all(type(n) is int for n in place) else None
 
 
-def _layout(val: torch.Tensor) -> tuple[object, ...]:
-    return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
+def _kind(val: torch.Tensor) -> tuple[object, ...]:
+    return val.dtype, val.is_conj(), val.is_neg()
 
 
 def _padded(graph: torch.fx.Graph, node: Node) -> Node | None:
