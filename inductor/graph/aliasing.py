@@ -152,6 +152,10 @@ def addresses_storage(node: torch.fx.Node) -> bool:
 
 def read_by_storage(node: torch.fx.Node) -> bool:
     """Whether some node goes by the whole storage that ``node`` lies in, be it of a view, or after a write in place."""
+    # Few graphs have such nodes at all, and torch keeps a table of the calls of each operation.
+    addressing = (*SCATTERS, aten.as_strided.default)
+    if not any(node.graph.find_nodes(op="call_function", target=op, sort=False) for op in addressing):
+        return False
     views = [node]
     for view in views:
         if any(map(addresses_storage, view.users)):

@@ -7,7 +7,8 @@ interference, which it cannot hide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -17,6 +18,11 @@ from weft.capture.node_kinds import group_of
 from weft.errors import UnknownOption
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer, transports_for
+from weft.inductor.graph.aliasing import is_lazy, read_by_storage
+from weft.inductor.graph.collectives import collective_op, payload_of, reduction_of, results_of
+from weft.inductor.graph.escapes import escaping
+from weft.inductor.graph.node_order import waits_of
+from weft.inductor.graph.sizes import layout_text
 from weft.inductor.transports.peer_calls import results_in_arena, unsupported_reason
 from weft.transport_rows import LIBRARIES, LIBRARY
 
@@ -45,13 +51,28 @@ def choose_transports(
     Raises:
         UnknownOption: the knob lists what the cluster does not describe.
     """
+    rules: Any = {"keep_bits": keep_bits, "without": without, "unreachable_groups": unreachable_groups}
+    escaped = escaping(step)
+    chosen: dict[tuple[Any, ...], str] = {}
     # One by one: that several calls share a stream or a link is not counted here.
     for node in step.collectives():
-        able = carriers(
-            step, cluster, node, keep_bits=keep_bits, without=without, unreachable_groups=unreachable_groups
-        )
-        node.meta["transport"] = cheapest(cluster, collective_of(step, node), able)
+        # Layers of a model repeat, and a step has hundreds of collectives of a few kinds.
+        key = _alike(node, escaped)
+        if key not in chosen:
+            able = carriers(step, cluster, node, escaped=escaped, **rules)
+            chosen[key] = cheapest(cluster, collective_of(step, node), able)
+        node.meta["transport"] = chosen[key]
     return step
+
+
+def _alike(node: Node, escaped: Set[Node]) -> tuple[Any, ...]:
+    """All that the transport of a collective follows from, beside the groups of the step: collectives with equal keys
+    get the same one."""
+    waits = waits_of(node)
+    arena = escaped.isdisjoint(waits) and not any(map(read_by_storage, waits))
+    vals = [*(used.meta["val"] for used in payload_of(node)), *results_of(node)]
+    reduction = reduction_of(node) if collective_op(node.target) is not None else ""
+    return node.target, group_of(node), reduction, arena, *((*layout_text(val), is_lazy(val)) for val in vals)
 
 
 def carriers(
@@ -62,9 +83,10 @@ def carriers(
     keep_bits: bool = False,
     without: Collection[str] = (),
     unreachable_groups: Collection[str] = (),
+    escaped: Set[Node] | None = None,
 ) -> list[str]:
     """Names of the transports that can carry the collective ``node``, the library first. Arguments as for
-    :func:`choose_transports`."""
+    :func:`choose_transports` and :func:`weft.inductor.transports.peer_calls.unsupported_reason`."""
     # Rank 0 decides for all ranks, so a group in which any rank lacks peer access is left out for all:
     # `unreachable_groups` is the list that ranks agreed on.
     if keep_bits or group_of(node) in unreachable_groups:
@@ -73,7 +95,7 @@ def carriers(
     known = transports_for(cluster, collective_of(step, node))
     allowed = [name for name in allowed_transports(cluster) if name in known and name not in without]
     # The library first: of equal costs the first counts, and the library takes no memory that peers map.
-    return [LIBRARY, *(name for name in allowed if not unsupported_reason(step, node, name))]
+    return [LIBRARY, *(name for name in allowed if not unsupported_reason(step, node, name, escaped))]
 
 
 def cheapest(cluster: Cluster, collective: Collective, names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import group_of
+from weft.inductor.graph.escapes import escaping
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.transports import peer_launch  # noqa: F401 - imports what runs each transport
 from weft.inductor.transports.arena_layout import lay_out
@@ -65,11 +66,12 @@ def replace_collectives(step: StepGraph, library: str, unreachable: Callable[[St
     """
     # A step has hundreds of collectives, and one reason for all of them.
     messages: dict[str, None] = {}
+    escaped = escaping(step)  # a transport replaces the start of a collective and keeps its waits
     for node in step.collectives():
         name = node.meta.get("transport", library)
         # The schedule assumed that the ranks can share memory. Where they cannot, the step runs all the same.
         # Both answers are the same on all ranks: one is agreed on, the other follows from the graph.
-        why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name)
+        why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name, escaped)
         if why is not None:
             messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
             name = library

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -56,6 +56,9 @@ Node = torch.fx.Node
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # sizes and dtype of a contiguous tensor
 
 aten = torch.ops.aten
+
+# By transport, the class of its calls; whether or not the transport has a row.
+_CLASSES: dict[str, type[PeerCall]] = {}
 
 _NOT_BOUND = "weft.inductor.transports.instantiate.bind was not called"
 
@@ -97,6 +100,10 @@ class PeerCall:
     kind: ClassVar[str]  # a name of weft.inductor.graph.collectives.KINDS
     dtypes: ClassVar[tuple[torch.dtype, ...]] = _TYPES  # that its kernels load and store
     reads_arena: ClassVar[bool] = False  # whether peers read its inputs from this rank's arena
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _CLASSES.update(dict.fromkeys(vars(cls).get("transports", ()), cls))
 
     @property
     def transport(self) -> str:
@@ -326,25 +333,26 @@ def bytes_of(spec: TensorSpec) -> int:
 
 def call_classes() -> dict[str, type[PeerCall]]:
     """The class of calls of each transport that has a row, and whose file is imported."""
-    # The loop grows the list it walks: subclasses of subclasses are found too.
-    found: dict[str, type[PeerCall]] = {}
-    classes = [PeerCall]
-    for each in classes:
-        found |= {name: each for name in vars(each).get("transports", ()) if name in TRANSPORTS}
-        classes += each.__subclasses__()
-    return found
+    return {name: of for name, of in _CLASSES.items() if name in TRANSPORTS}
 
 
-def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | None:
+def _class_of(name: str) -> type[PeerCall] | None:
+    return _CLASSES.get(name) if name in TRANSPORTS else None
+
+
+def unsupported_reason(step: StepGraph, node: Node, transport: str, escaped: Set[Node] | None = None) -> str | None:
     """Why ``transport`` does not support the collective that ``node`` starts, as a message; None if it does.
 
     It looks at the graph only, so all ranks get the same answer. Whether the ranks have peer access is another
     question: see :func:`weft.inductor.transports.symmetric_memory.reachable`.
+
+    Args:
+        escaped: the result of :func:`escaping`, from callers that ask about many collectives of one step.
     """
     name, _ = parse_transport(transport)
     if name in LIBRARIES:
         return None
-    call_class = call_classes().get(name)
+    call_class = _class_of(name)
     if call_class is None:
         return f"there is no transport {transport}"
     transport_row, row = TRANSPORTS[name], collective_op(node.target)
@@ -389,18 +397,20 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     if not all(val.numel() and val.is_contiguous() for val in outputs):
         return "a result is empty or has gaps"
     # The next step reuses the arena, and a tensor's storage there is the whole arena.
-    if results_in_arena(transport) and any(wait in escaping(step) for wait in waits_of(node)):
-        return "a result is held after the step, and would lie in memory that the next step uses"
-    # `untyped_storage()` of a result would be that of the whole arena.
-    if results_in_arena(transport) and any(map(read_by_storage, waits_of(node))):
-        return "a result is read by its storage, and would lie in that of the arena"
+    if results_in_arena(transport):
+        waits = waits_of(node)
+        if not (escaping(step) if escaped is None else escaped).isdisjoint(waits):
+            return "a result is held after the step, and would lie in memory that the next step uses"
+        # `untyped_storage()` of a result would be that of the whole arena.
+        if any(map(read_by_storage, waits)):
+            return "a result is read by its storage, and would lie in that of the arena"
     return None
 
 
 def results_in_arena(transport: str) -> bool:
     """Whether the results of a transport are in the arena; False for libraries and unknown names."""
     name, _ = parse_transport(transport)
-    call_class = call_classes().get(name)
+    call_class = _class_of(name)
     # Asked of a call, since one class can have both: `two_shot` leaves its results in the arena, `one_shot` does not.
     return call_class is not None and call_class.made(name, "", 1, 0, "").in_arena
 
