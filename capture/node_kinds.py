@@ -78,7 +78,7 @@ def _of(target: Any) -> _Traits:
         return found
     draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     if not isinstance(target, OpOverload):  # not kept: a kernel lives as long as its program
-        return _Traits(None, getattr(target, "collective", False), getattr(target, "waits", False), draws)
+        return _of_python(getattr(target, "collective", False), getattr(target, "waits", False), draws)
     schema = target._schema
     starts = target.namespace in COLLECTIVE_NAMESPACES and target is not WAIT and not target._opname.startswith("_")
     groups = [(at, each.name) for at, each in enumerate(schema.arguments) if each.name in GROUP_ARGUMENTS]
@@ -87,6 +87,11 @@ def _of(target: Any) -> _Traits:
     nothing = not schema.returns and not writes
     found = _known[id(target)] = _Traits(target, starts, target is WAIT, draws, group, writes, nothing)
     return found
+
+
+@functools.cache
+def _of_python(collective: bool, waits: bool, draws: bool) -> _Traits:
+    return _Traits(None, collective, waits, draws)
 
 
 def mutates(target: Any) -> bool:
@@ -115,8 +120,10 @@ def is_effect(node: torch.fx.Node) -> bool:
 
 def is_ordered(node: torch.fx.Node) -> bool:
     """Whether the node keeps its place among its like: an effect that is neither a collective nor the wait for one."""
+    if node.op != "call_function":
+        return is_effect(node)
     traits = _of(node.target)
-    return is_effect(node) and not traits.collective and not traits.waits
+    return not traits.collective and not traits.waits and (traits.acts or bool(node.meta.get("effect")))
 
 
 def is_random(node: torch.fx.Node) -> bool:

@@ -23,11 +23,11 @@ from weft.capture.node_kinds import is_collective, is_ordered, is_wait
 from weft.capture.record.streams import StreamCall
 from weft.inductor.cost.cluster import Cluster, Gpu
 from weft.inductor.cost.collective_cost import collective_of, transfer
-from weft.inductor.cost.compute_cost import ComputeCosts, is_free
+from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.host_scalars import on_host
-from weft.inductor.graph.liveness import LiveRange, liveness
+from weft.inductor.graph.liveness import Liveness, LiveRange, liveness
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.transports.arena_layout import shared_bytes
 from weft.inductor.transports.peer_calls import PeerCall, arena_tensors_of
@@ -37,7 +37,9 @@ Node = torch.fx.Node
 
 
 @torch_adapter.only_mode()  # the dispatch mode of a fake world makes every access to a fake tensor slow
-def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) -> tuple[TaskGraph, list[Node]]:
+def build(
+    step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None, memory: Liveness | None = None
+) -> tuple[TaskGraph, list[Node]]:
     """The task graph of ``step`` on ``cluster``, and the node of each task.
 
     Storages are those of :mod:`weft.inductor.graph.liveness`, so in the order of the graph both give the same memory
@@ -45,12 +47,13 @@ def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) 
 
     Args:
         costs: of computation; default: estimates for the cluster's GPU.
+        memory: the liveness of ``step``, where the caller has it.
 
     Raises:
         GroupGone: this process has no such process group.
         CannotCarry, LinkMissing: see :func:`weft.inductor.cost.collective_cost.transfer`.
     """
-    builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(gpu_in(step, cluster)))
+    builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(gpu_in(step, cluster)), memory or liveness(step))
     # In the order of the nodes: what a task needs follows from who has read and written before it.
     tasks = [builder.task(at, node) for at, node in enumerate(builder.nodes)]
     aside = set_aside(step)
@@ -92,14 +95,14 @@ def set_aside(step: StepGraph) -> int:
 class _TaskGraphBuilder:
     """Builds the tasks of a step in the order of its nodes."""
 
-    def __init__(self, step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> None:
+    def __init__(self, step: StepGraph, cluster: Cluster, costs: ComputeCosts, memory: Liveness) -> None:
         self.step = step
         self.cluster = cluster
         self.costs = costs
-        self.nodes = list(step.graph.nodes)
+        self.nodes = memory.order
         self.place = {node: at for at, node in enumerate(self.nodes)}
         self.on_gpu = device_kind(self.nodes) == "cuda"
-        self.memory = liveness(step, self.nodes)
+        self.memory = memory
         self.users: dict[LiveRange, dict[int, None]] = {live_range: {} for live_range in self.memory.ranges}
         self.since_written: dict[LiveRange, list[int]] = {live_range: [] for live_range in self.memory.ranges}
         self.collectives: dict[Node, Node] = {}  # by result element or wait of a collective: its start
@@ -124,14 +127,14 @@ class _TaskGraphBuilder:
         if is_collective(node):
             self.collectives[node] = node
             return Kind.START
-        start = self.collectives.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
-        if start is not None:
-            waits = is_wait(node)
-            # Through elements of a coalesced result, so that its waits are WAITs of the one START.
-            if waits or node.target is operator.getitem:
+        waits = is_wait(node)
+        # Through elements of a coalesced result, so that its waits are WAITs of the one START.
+        if waits or node.target is operator.getitem:
+            start = self.collectives.get(node.args[0])  # type: ignore[arg-type]
+            if start is not None:
                 self.collectives[node] = start
                 return Kind.WAIT if waits else Kind.NO_TIME
-        if is_free(node):
+        if self.costs.is_free(node):
             return Kind.NO_TIME
         # In a step on the GPU, nodes on CPU scalars run on the host, ahead of the compute stream.
         return Kind.NO_TIME if self.on_gpu and on_host(node) else Kind.COMPUTE
@@ -149,11 +152,12 @@ class _TaskGraphBuilder:
         if fences:
             needs |= self.sinks
         # One edge is enough where no other need comes after the fence already.
-        if self.fence is not None and all(need < self.fence for need in needs):
+        if self.fence is not None and max(needs, default=-1) < self.fence:
             needs[self.fence] = None
+        sinks = self.sinks
         for need in needs:
-            self.sinks.pop(need, None)
-        self.sinks[at] = None
+            sinks.pop(need, None)
+        sinks[at] = None
         if fences:
             self.fence = at
         return tuple(needs)
@@ -172,15 +176,16 @@ class _TaskGraphBuilder:
         # A collective reads its operands until its wait: nothing may overwrite them before.
         if kind is Kind.WAIT:
             read = [*read, *self.collectives[node].all_input_nodes]
+        of, users, since_written = self.memory.of, self.users, self.since_written
         for used in read:
-            for live_range in self.memory.of[used]:
-                self.users[live_range][at] = None
-                self.since_written[live_range].append(at)
+            for live_range in of[used]:
+                users[live_range][at] = None
+                since_written[live_range].append(at)
         # A write makes a new version: later writes come after this one and its readers.
         for live_range in written:
-            self.since_written[live_range] = [at]
-        for live_range in self.memory.of.get(node, ()):
-            self.users[live_range][at] = None
+            since_written[live_range] = [at]
+        for live_range in of.get(node, ()):
+            users[live_range][at] = None
 
     def storages(self) -> list[Storage]:
         """The storages that tasks allocate, with their users."""
@@ -202,6 +207,7 @@ class _TaskGraphBuilder:
 def _is_fence(node: Node) -> bool:
     """Whether no task may be moved across a node: the last input, the output, and calls that order the step with
     outside streams."""
-    if node.op == "placeholder":
+    op = node.op
+    if op == "placeholder":
         return node.next.op != "placeholder"
-    return node.op == "output" or bool(node.meta.get("fence")) or isinstance(node.target, StreamCall)
+    return op == "output" or bool(node.meta.get("fence")) or isinstance(node.target, StreamCall)

@@ -91,6 +91,10 @@ class ComputeCosts:
         moving = self.bytes(node) / (self.gpu.copy_bandwidth * _reached(node))
         return self._launches(node) * self.gpu.launch_latency + max(moving, self._computing(node))
 
+    def is_free(self, node: Node) -> bool:
+        """See :func:`is_free`."""
+        return is_free(node)
+
     def _launches(self, node: Node) -> int:
         """Kernels that a node launches one after the other, as far as they are known."""
         packet = getattr(node.target, "overloadpacket", None)

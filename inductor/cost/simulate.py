@@ -281,12 +281,14 @@ class LiveMemory:
         return other
 
 
+def live_bytes(task_graph: TaskGraph, order: Sequence[int]) -> list[int]:
+    """``Simulation.memory`` of a valid order, found without the times."""
+    return list(map(LiveMemory(task_graph).issue, order))
+
+
 def peak_memory(task_graph: TaskGraph, order: Sequence[int]) -> int:
     """The peak of a valid order in bytes: that of :func:`simulate`, found without the times."""
-    live_memory = LiveMemory(task_graph)
-    for task in order:
-        live_memory.issue(task)
-    return live_memory.peak
+    return max(live_bytes(task_graph, order), default=task_graph.base)
 
 
 class StorageUses:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,15 +59,18 @@ class Liveness:
         order: the nodes, as they run.
         ranges: its storages, in the order they are made.
         of: the storages that each node's results lie in.
-        over_time: bytes alive while each node runs, aligned with ``order``.
         unknown: nodes that make storages whose size only the data decides.
     """
 
     order: list[Node]
     ranges: list[LiveRange]
     of: dict[Node, list[LiveRange]]
-    over_time: list[int]
     unknown: list[Node]
+
+    @cached_property
+    def over_time(self) -> list[int]:
+        """Bytes alive while each node runs, aligned with ``order``."""
+        return bytes_over_time(self.ranges, len(self.order))
 
     @property
     def peak(self) -> int:
@@ -103,8 +107,7 @@ def liveness(step: StepGraph, order: Sequence[Node] | None = None, *, rounded: b
     walk = _Walk(order, rounded)
     for position, node in enumerate(order):
         walk.visit(position, node)
-    ranges = list(walk.ranges.values())
-    return Liveness(order, ranges, walk.of, bytes_over_time(ranges, len(order)), walk.unknown)
+    return Liveness(order, list(walk.ranges.values()), walk.of, walk.unknown)
 
 
 class _Walk:
@@ -117,10 +120,10 @@ class _Walk:
         self.same_as: dict[int, int] = {}
 
     def visit(self, position: int, node: Node) -> None:
+        of = self.of
         # An element reads nothing. Counted as a reader of its list, it would keep all tensors of a coalesced result
         # alive.
         if node.target is not operator.getitem:
-            of = self.of
             for used in node.all_input_nodes:
                 for known in of[used]:
                     if known.end < position:
@@ -131,19 +134,18 @@ class _Walk:
         # before.
         if is_wait(node):
             self._extend_inputs(node, position)
-        tensors = _tensors(node.meta.get("val"))
         if "inplace" in node.meta or looks_into(node):
             self._unite(node)
         found: dict[int, LiveRange] = {}
-        for at, tensor in enumerate(tensors):
+        for at, tensor in enumerate(_tensors(node.meta.get("val"))):
             key = self._key(tensor)
             known = self.ranges.get(key)
             if known is None:
                 known = self.ranges[key] = self._new(position, node, tensor)
                 known.size = 0 if _in_arena(node, at) else known.size
             found[key] = known
-        self.of[node] = list(found.values())
-        for known in self.of[node]:
+        of[node] = list(found.values())
+        for known in of[node]:
             known.values.append(node)
             if known.end < position:
                 known.end = position
@@ -166,6 +168,8 @@ class _Walk:
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
         for operand, result in _same_memory(node):
+            if result is operand:  # most elements of lists
+                continue
             if (key := torch_adapter.storage_key(result)) == torch_adapter.storage_key(operand):
                 continue
             if self.same_as.get(key, key) != (of := self._key(operand)):

@@ -21,15 +21,24 @@ class CachedCosts(ComputeCosts):
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
-        self._known: dict[tuple[str, int], tuple[Any, float]] = {}
+        self._known: dict[tuple[str, int], tuple[Any, bool, float]] = {}
 
     def seconds(self, node: Node) -> float:
         """See :meth:`ComputeCosts.seconds`."""
+        return self._of(node)[2]
+
+    def is_free(self, node: Node) -> bool:
+        """See :func:`weft.inductor.cost.compute_cost.is_free`."""
+        return self._of(node)[1]
+
+    def _of(self, node: Node) -> tuple[Any, bool, float]:
         val = node.meta.get("val")
         key = node.name, id(val)
-        if key not in self._known:
-            self._known[key] = val, super().seconds(node)  # its id is its own as long as it is held
-        return self._known[key][1]
+        known = self._known.get(key)
+        if known is None:  # its id is its own as long as it is held
+            free = super().is_free(node)
+            known = self._known[key] = val, free, 0.0 if free else super().seconds(node)
+        return known
 
 
 class TransportedCosts(ComputeCosts):
@@ -50,3 +59,7 @@ class TransportedCosts(ComputeCosts):
         """As above; 0 for what a transport does on the way."""
         left = self._left.get(node.name)
         return 0.0 if left is None else self._costs.seconds(left)
+
+    def is_free(self, node: Node) -> bool:
+        """As above."""
+        return self._costs.is_free(node)

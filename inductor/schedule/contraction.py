@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from weft.inductor.cost.task_graph import Kind, Storage, TaskGraph
+from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.schedule.precedence import precedence
 
 
@@ -52,7 +52,7 @@ def storage_of_groups(storage: Storage, group_of: Sequence[int]) -> Storage:
     readers = dict.fromkeys(group_of[reader] for reader in storage.readers)
     # A reader that was merged into the maker's group is issued with it, and extends no live range.
     readers.pop(maker, None)
-    return replace(storage, maker=maker, readers=tuple(readers))
+    return Storage(storage.size, maker, tuple(readers), storage.kept)
 
 
 class _Contractor:
@@ -83,9 +83,10 @@ class _Contractor:
                 self.needs.append(needs)
             self.groups[group].append(at)
             self.group_of.append(group)
+        firsts = [self.task_graph.tasks[group[0]] for group in self.groups]
         tasks = [
-            replace(self.task_graph.tasks[group[0]], needs=tuple(needs), pinned=False)
-            for group, needs in zip(self.groups, self.needs, strict=True)
+            Task(first.name, first.kind, tuple(needs), first.seconds, first.stream, first.link, first.interference)
+            for first, needs in zip(firsts, self.needs, strict=True)
         ]
         storages = [storage_of_groups(storage, self.group_of) for storage in self.task_graph.storages]
         return Contraction(replace(self.task_graph, tasks=tasks, storages=storages), self.groups)

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -42,7 +42,7 @@ from weft.inductor.cost.build_task_graph import build, gpu_in
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
-from weft.inductor.cost.simulate import Simulation, peak_memory, simulate
+from weft.inductor.cost.simulate import Simulation, live_bytes, peak_memory
 from weft.inductor.cost.task_graph import TaskGraph
 from weft.inductor.graph.host_scalars import on_host
 from weft.inductor.graph.node_order import reorder, together
@@ -333,18 +333,14 @@ class _Planner:
         self.by_peers: list[str] = []  # transports over peers of the last candidate
         self.refused: list[str] = []  # transports that are not allowed
         # Memory over time with every parameter gathered once: the starting point from which regathers are chosen.
-        whole = step.copy()
+        self.whole = whole = step.copy()
         values = gather_once(whole)
-        prefetched = [balanced for of, _, _, balanced in self.priced(whole) if of[0].depends_on_model_only]
-        # Room for prefetched parameters: the largest balanced size of their buckets, though a bucket may be larger.
-        # Prefetching holds the gathered bucket before its first use, which the low-memory order never does.
-        self.reserve = int(max((size for size in prefetched if size < math.inf), default=0))
         # The estimate of what has to be gathered again assumes the low-memory order, and the transports that single
         # collectives get. What prefetching holds on top of it is `reserve`.
         library_casts(choose_transports(whole, cluster, **self.transport_rules))
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))
-        self.gaps = GapSequence(gaps(values, task_graph, nodes, order), simulate(task_graph, order).memory)
+        self.gaps = GapSequence(gaps(values, task_graph, nodes, order), live_bytes(task_graph, order))
         # Calls of libraries are the same in every candidate, whatever is gathered, merged, split or recomputed.
         calls = [
             at
@@ -354,6 +350,13 @@ class _Planner:
         # So what one of them reads and writes, with the inputs, bounds the peak of every candidate from below. Above
         # the limit, no search can help, and recomputation cannot either (`certain` of the error).
         self.infeasible = operands_bytes(task_graph, calls) > self.limit
+
+    @cached_property
+    def reserve(self) -> int:
+        """Room for prefetched parameters in bytes: the largest balanced size of their buckets, though a bucket may be
+        larger. Prefetching holds the gathered bucket before its first use, which the low-memory order never does."""
+        prefetched = [balanced for of, _, _, balanced in self.priced(self.whole) if of[0].depends_on_model_only]
+        return int(max((size for size in prefetched if size < math.inf), default=0))
 
     def best(self) -> Schedule:
         """The schedule of the fastest candidate; of those within ``TIME_TOLERANCE``, of the first."""
@@ -562,7 +565,8 @@ class _Planner:
     def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
         # A compute stream that never stalls: buckets are cut before there is an order whose stalls could be counted.
-        seconds = (0.0 if self.on_gpu and on_host(node) else self.costs.seconds(node) for node in step.graph.nodes)
+        priced = ((node, self.costs.seconds(node)) for node in step.graph.nodes)
+        seconds = (0.0 if taken and self.on_gpu and on_host(node) else taken for node, taken in priced)
         clock = [0.0, *accumulate(seconds)]
         buckets = []
         for sequence, sizes, price, balanced in self.priced(step):

@@ -11,8 +11,11 @@ from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import Simulation, simulate
+from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import reorder
-from weft.inductor.transports.apply_transports import use_transports
+from weft.inductor.transports.apply_transports import replace_collectives
+from weft.inductor.transports.arena_layout import lay_out
+from weft.transport_rows import LIBRARY
 
 Node = torch.fx.Node
 
@@ -34,8 +37,11 @@ def simulated_in_order(
 def simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
     """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
     of each of its tasks. Changes ``step``."""
-    use_transports(step, unreachable=assume_reachable)
-    return simulated_as_is(step, cluster, costs)
+    replace_collectives(step, LIBRARY, assume_reachable)
+    memory = liveness(step)
+    lay_out(step, memory)
+    task_graph, nodes = build(step, cluster, costs, memory)
+    return simulate(task_graph), nodes
 
 
 def simulated_as_is(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:

@@ -18,7 +18,7 @@ from weft.capture.node_kinds import group_of, is_collective, is_wait
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph.aliasing import looks_into, read_by_storage
 from weft.inductor.graph.escapes import escaping
-from weft.inductor.graph.liveness import LiveRange, liveness
+from weft.inductor.graph.liveness import Liveness, LiveRange, liveness
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.serializable import serializable
 from weft.inductor.runtime.memory_plan import GEMMS
@@ -54,8 +54,9 @@ class ArenaSlot:
     dtype: torch.dtype
 
 
-def lay_out(step: StepGraph) -> dict[str, ArenaPlan]:
-    """Assign arena offsets to all tensors of the step's peer-access collectives. Changes ``step``.
+def lay_out(step: StepGraph, memory: Liveness | None = None) -> dict[str, ArenaPlan]:
+    """Assign arena offsets to all tensors of the step's peer-access collectives. Changes ``step``, and ``memory``, its
+    liveness where the caller has it: results that producers write into the arena have no bytes there afterwards.
 
     The nodes must be in issue order: lifetimes and barriers are read from it, and a later reordering would make bytes
     be reused too early. Returns the plans by group name; empty if no collective uses peer access.
@@ -63,7 +64,7 @@ def lay_out(step: StepGraph) -> dict[str, ArenaPlan]:
     starts = [node for node in step.graph.nodes if isinstance(node.target, PeerCall)]
     if not starts:
         return {}
-    positions = _StepPositions(step)
+    positions = _StepPositions(step, memory)
     # Groups have arenas of their own: a barrier of one group proves nothing about the ranks of another.
     groups = dict.fromkeys(group_of(node) for node in starts)
     return {group: _lay_out(positions, [node for node in starts if group_of(node) == group]) for group in groups}
@@ -124,6 +125,7 @@ def _lay_out(positions: _StepPositions, starts: list[Node]) -> ArenaPlan:
             if producer is not None:
                 val = producer.meta["val"]
                 _put(producer, ArenaSlot(call.group, offset, tuple(val.shape), val.dtype))
+                positions.range(producer).size = 0
     return layout
 
 
@@ -142,8 +144,8 @@ def _put(producer: Node, slot: ArenaSlot) -> None:
 class _StepPositions:
     """Positions in the issue order and live ranges of a step."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self.memory = liveness(step)
+    def __init__(self, step: StepGraph, memory: Liveness | None = None) -> None:
+        self.memory = memory or liveness(step)
         self.at = {node: position for position, node in enumerate(self.memory.order)}
         self.escaping = escaping(step)
 
