@@ -322,11 +322,13 @@ def users_of(storage: Storage, waits: dict[int, list[int]]) -> list[int]:
     Args:
         waits: the result of :meth:`TaskGraph.waits_of`.
     """
+    if storage.kept:
+        return []
     users = dict.fromkeys((storage.maker, *storage.readers))
     starts = [user for user in users if user in waits]
-    if storage.kept or not all(waits[start] for start in starts):
+    if not all(waits[start] for start in starts):
         return []
-    return list(users | dict.fromkeys(wait for start in starts for wait in waits[start]))
+    return [*users] if not starts else [*(users | dict.fromkeys(wait for start in starts for wait in waits[start]))]
 
 
 @dataclass(eq=False)

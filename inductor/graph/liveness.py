@@ -138,7 +138,8 @@ class _Walk:
             self._unite(node)
         found: dict[int, LiveRange] = {}
         for at, tensor in enumerate(_tensors(node.meta.get("val"))):
-            key = self._key(tensor)
+            key = torch_adapter.storage_key(tensor)
+            key = self.same_as.get(key, key)
             known = self.ranges.get(key)
             if known is None:
                 known = self.ranges[key] = self._new(position, node, tensor)
@@ -167,9 +168,9 @@ class _Walk:
 
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
+        if _shares_as_fakes(node):
+            return
         for operand, result in _same_memory(node):
-            if result is operand:  # most elements of lists
-                continue
             if (key := torch_adapter.storage_key(result)) == torch_adapter.storage_key(operand):
                 continue
             if self.same_as.get(key, key) != (of := self._key(operand)):
@@ -200,6 +201,23 @@ def _in_arena(node: Node, at: int) -> bool:
         return place[at] is not None
     # Operations have no such attribute, and take long to say so.
     return not isinstance(node.target, OpOverload) and getattr(node.target, "in_arena", False)
+
+
+def _shares_as_fakes(node: Node) -> bool:
+    """Whether the fake of a view, or of an element of a list, already has the storage of what it is taken from: so it
+    is for nearly all nodes, and found sooner than by :func:`_same_memory`."""
+    operand, val = node.args[0] if node.args else None, node.meta.get("val")
+    if "inplace" in node.meta or not isinstance(operand, Node) or not isinstance(val, torch.Tensor):
+        return False
+    source = operand.meta.get("val")
+    if node.target is operator.getitem:
+        index = node.args[1]
+        source = source[index] if isinstance(source, (list, tuple)) and isinstance(index, int) else None
+    if source is val:
+        return True
+    # The layout first: others than strided have no storage.
+    strided = isinstance(source, torch.Tensor) and source.layout is val.layout is torch.strided
+    return strided and torch_adapter.storage_key(source) == torch_adapter.storage_key(val)
 
 
 def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

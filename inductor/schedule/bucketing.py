@@ -142,10 +142,11 @@ def cut_into_buckets(
             seconds = price(total, end - begin)
             # A bucket starts when its last member is ready and the stream is free; its first result is due soonest.
             soonest, last = min(soonest, due[begin]), max(last, ready[begin])
-            for before in cuts_of[begin]:
-                ends = max(before.ends, last) + seconds
-                lateness = max(before.lateness, ends - soonest)
-                cuts.append((lateness, ends, before.seconds + seconds, end, before))
+            for before in cuts_of[begin]:  # the innermost loop of the planner: no call of `max`
+                latest, ended, spent, _, _ = before
+                ends = (ended if ended > last else last) + seconds
+                lateness = ends - soonest
+                cuts.append((latest if latest > lateness else lateness, ends, spent + seconds, end, before))
         cuts_of.append(_best(cuts))
     # Among equally late cuts the stream's time decides: it is what the stream has left for other buckets of its group.
     cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.lateness, candidate.seconds, candidate.ends))
@@ -272,7 +273,7 @@ def _untils(place: dict[Node, int], anchored: set[Node]) -> dict[Node, int]:
     for node in reversed(place):
         # Reverse order: the positions of all users are known. Other users can be moved behind the merged call, and only
         # what needs them in turn can forbid that.
-        users = (place[user] if user in anchored else until[user] for user in node.users)
+        users = [place[user] if user in anchored else until[user] for user in node.users]
         until[node] = min(users, default=len(place))
     return until
 
@@ -291,7 +292,7 @@ def _depends_on_model_only(step: StepGraph, anchored: set[Node]) -> set[Node]:
         if node.op == "placeholder":
             is_one = node.name in model
         else:
-            is_one = node not in anchored and all(used in nodes for used in node.all_input_nodes)
+            is_one = node not in anchored and nodes.issuperset(node.all_input_nodes)
         if is_one:
             nodes.add(node)
     return nodes

@@ -186,7 +186,11 @@ class PartialSchedule:
         for other in lacking[:-1]:
             before += self.allocated[other]
             owed -= self.allocated[other] if other in self.postponed else 0
-        return before + max(self.live_memory.during(task), self.live_memory.after(task) + owed) <= self.limit
+        during = before + self.live_memory.during(task)
+        # No more is live after a task than during it, and what it frees takes longest to find.
+        if during > self.limit or during + owed <= self.limit:
+            return during <= self.limit
+        return before + self.live_memory.after(task) + owed <= self.limit
 
     def fits_beside(self, start: int, task: int) -> bool:
         """Whether ``task`` fits while the collective of ``start`` runs."""

@@ -77,7 +77,6 @@ from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.apply_transports import use_transports
 from weft.inductor.transports.peer_calls import results_in_arena
-from weft.torch_adapter import OpOverload
 
 log = logging.getLogger(__name__)
 
@@ -342,11 +341,7 @@ class _Planner:
         order = min_memory_order(task_graph, precedence(task_graph))
         self.gaps = GapSequence(gaps(values, task_graph, nodes, order), live_bytes(task_graph, order))
         # Calls of libraries are the same in every candidate, whatever is gathered, merged, split or recomputed.
-        calls = [
-            at
-            for at, node in enumerate(nodes)
-            if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_collective(node)
-        ]
+        calls = [at for at, node in enumerate(nodes) if getattr(node.target, "namespace", "") == "aten"]
         # So what one of them reads and writes, with the inputs, bounds the peak of every candidate from below. Above
         # the limit, no search can help, and recomputation cannot either (`certain` of the error).
         self.infeasible = operands_bytes(task_graph, calls) > self.limit

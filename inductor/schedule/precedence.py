@@ -35,7 +35,7 @@ def precedence(task_graph: TaskGraph) -> Precedence:
     for before, after in pairwise(pinned):
         needs[after] = (*needs[after], before)
     # A need that is listed twice would be counted twice by whoever counts missing needs.
-    needs = [tuple(dict.fromkeys(of)) for of in needs]
+    needs = [tuple(dict.fromkeys(of)) if len(of) > 1 else of for of in needs]
     users: list[list[int]] = [[] for _ in needs]
     for at, of in enumerate(needs):
         for need in of:
