@@ -209,7 +209,7 @@ def _shares_as_fakes(node: Node) -> bool:
     operand, val = node.args[0] if node.args else None, node.meta.get("val")
     if "inplace" in node.meta or not isinstance(operand, Node) or not isinstance(val, torch.Tensor):
         return False
-    source = operand.meta.get("val")
+    source: Any = operand.meta.get("val")
     if node.target is operator.getitem:
         index = node.args[1]
         source = source[index] if isinstance(source, (list, tuple)) and isinstance(index, int) else None

@@ -62,7 +62,7 @@ def same_tensor(node: Node) -> Node | None:
     return None
 
 
-def _place(val: torch.Tensor) -> tuple[int, ...] | None:
+def _place(val: torch.Tensor) -> tuple[object, ...] | None:
     """Sizes, strides and offset; None where one is symbolic: comparing it would add guards."""
     place = (*val.shape, *val.stride(), val.storage_offset())
     return place if all(type(n) is int for n in place) else None
