@@ -72,7 +72,8 @@ def _alike(node: Node, escaped: Set[Node]) -> tuple[Any, ...]:
     arena = escaped.isdisjoint(waits) and not any(map(read_by_storage, waits))
     vals = [*(used.meta["val"] for used in payload_of(node)), *results_of(node)]
     reduction = reduction_of(node) if collective_op(node.target) is not None else ""
-    return node.target, group_of(node), reduction, arena, *((*layout_text(val), is_lazy(val)) for val in vals)
+    counts = len(payload_of(node)), len(results_of(node))
+    return node.target, group_of(node), reduction, arena, counts, *((*layout_text(val), is_lazy(val)) for val in vals)
 
 
 def carriers(
