@@ -192,10 +192,13 @@ class _SegmentWriter:
             waited.meta = same_meta(node)
             self._results[-1] = waited
 
+    def name_of(self, placeholder: Node | None) -> str:
+        """The name of an input of the path in the segment; "" for None."""
+        return "" if placeholder is None else self._input(*self._location.input_of(placeholder)).name
+
     def updates(self, placeholder: Node, value: Node) -> None:
         """Write an input of the path at the end of the segment."""
-        entry, number = self._location.input_of(placeholder)
-        self._outputs.append(Update(self._input(entry, number).name))
+        self._outputs.append(Update(self.name_of(placeholder)))
         self._results.append(self._value(value))
 
     def segment(self, kept: Iterable[Node] = (), used: Iterable[Node] = (), cut: Node | None = None) -> Segment:
@@ -271,8 +274,12 @@ def _last(path: StepGraph, nodes: list[Node], location: _ValuePlaces) -> Segment
     for what, value in zip(path.outputs, path.results, strict=True):
         if isinstance(what, Update):
             updates.append((placeholders[what.input], value))
-        else:
-            writer.returns(value, what)
-    for placeholder, now in location.changed(updates):
+    changed = location.changed(updates)
+    written = {placeholder.name: placeholder for placeholder, _ in changed}
+    for what, value in zip(path.outputs, path.results, strict=True):
+        if not isinstance(what, Update):
+            # What lies in an input that an earlier segment has updated is a view of that input here.
+            writer.returns(value, replace(what, memory=writer.name_of(written.get(what.memory))))
+    for placeholder, now in changed:
         writer.updates(placeholder, now)
     return writer.segment()

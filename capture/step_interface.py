@@ -50,16 +50,28 @@ class Update:
 
 @dataclass(frozen=True)
 class Create:
-    """A new tensor that is assigned to ``path`` in the user's Python state (``model.weight.grad``)."""
+    """A tensor that is assigned to ``path`` in the user's Python state (``model.weight.grad``).
+
+    Attributes:
+        path: as the user would write it.
+        memory: the name of the updated input in whose memory the tensor lies in eager; "" for memory of its own.
+    """
 
     path: str
+    memory: str = ""
 
 
 @dataclass(frozen=True)
 class Return:
-    """An output that the step returns; ``index`` is its position among the outputs."""
+    """An output that the step returns.
+
+    Attributes:
+        index: its position among the outputs.
+        memory: see :class:`Create`.
+    """
 
     index: int
+    memory: str = ""
 
 
 Output = Update | Create | Return

@@ -73,7 +73,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.replaced_memory import memory_replaced
-from weft.capture.record.result_aliases import inference_results, result_aliases
+from weft.capture.record.result_aliases import inference_results, result_aliases, with_memory
 from weft.capture.record.sharding_text import sharding_text, with_axes
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -483,7 +483,7 @@ class _StepCapture:
             if complete:
                 self.optimizer_states.release_unread(places)
             groups = canonical_groups(recorder.graph)
-            graph = StepGraph(recorder.graph, with_axes(inputs, places, groups), outputs, groups).check()
+            graph = with_memory(StepGraph(recorder.graph, with_axes(inputs, places, groups), outputs, groups)).check()
         return CapturedStep(
             graph,
             places,

@@ -78,12 +78,14 @@ class _Partitioner:
         updates = self._updates()
         results = self._results(updates)
         builders = [_PartitionBuilder(self, number) for number in range(len(self.reasons))]
+        inputs = {node.name: node for node in self.step.placeholders}
         for node, number in self.at.items():
             builders[number].call(node)
         for (placeholder, value), number in updates.items():
             builders[number].update(placeholder, value)
         for at, number in results.items():
-            builders[number].returns(self.step.results[at], result_name(at))
+            memory = inputs.get(getattr(self.step.outputs[at], "memory", ""))
+            builders[number].returns(self.step.results[at], result_name(at), memory)
         read_later = {name for builder in builders for name in builder.input_names}
         partitions = [builder.build(read_later, reason) for builder, reason in zip(builders, self.reasons, strict=True)]
         return [partition for partition in partitions if partition.step.outputs or self._matters(partition)]
@@ -217,15 +219,19 @@ class _Partitioner:
     def _results(self, updates: dict[tuple[Node, Node], int]) -> dict[int, int]:
         """For each ``Create`` and ``Return`` output the partition that returns it: the one that computes it.
 
-        The old value of an updated input comes from the partition that updates it, which can still clone it.
+        The old value of an updated input comes from the partition that updates it, which can still clone it. So does
+        what lies in the memory of the input in eager, because that partition can return a view of the input.
         """
         updated = {key: number for (node, _), number in updates.items() for key in storages(node)}
+        by_name = {node.name: number for (node, _), number in updates.items()}
         results = {}
         for at, (what, value) in enumerate(zip(self.step.outputs, self.step.results, strict=True)):
             if isinstance(what, Update):
                 continue
             base = self._base(value) if isinstance(value, Node) else None
-            if base is None or base.op == "placeholder":
+            if what.memory:
+                results[at] = by_name[what.memory]
+            elif base is None or base.op == "placeholder":
                 numbers = [updated[key] for key in (storages(base) if base is not None else ()) if key in updated]
                 results[at] = max(numbers, default=len(self.reasons) - 1)
             else:
@@ -266,10 +272,10 @@ class _PartitionBuilder:
         target = self.value(placeholder)
         self.outputs.append((Update(target.name), self.value(value), ""))
 
-    def returns(self, value: Any, name: str) -> None:
-        """Return ``value`` under ``name``."""
+    def returns(self, value: Any, name: str, memory: Node | None) -> None:
+        """Return ``value`` under ``name``; ``memory`` is the updated input that it lies in, if any."""
         new = self.value(value) if isinstance(value, Node) else value
-        self.outputs.append((Return(len(self.outputs)), new, name))
+        self.outputs.append((Return(len(self.outputs), self.value(memory).name if memory else ""), new, name))
 
     def value(self, node: Node) -> Node:
         """The node of this partition for a value of the step: computed here, recomputed here, or an input."""

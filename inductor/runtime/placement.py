@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.capture.graph import StepGraph, neighbourhood
-from weft.capture.node_kinds import is_collective
+from weft.capture.node_kinds import is_collective, is_wait
 from weft.capture.record.functional_ops import Functionalized
 from weft.capture.step_interface import Update
 from weft.errors import MalformedGraph
@@ -28,6 +28,7 @@ from weft.inductor.graph.aliasing import (
     SCATTERS,
     Geometry,
     InPlace,
+    copies,
     effects_of,
     geometry,
     is_inverse_view,
@@ -145,6 +146,8 @@ class Placement:
         copies: copies of new values into inputs that were not updated in place.
         final_clones: pairs (new variable, original) to clone at the end, before the copies there overwrite the
             originals.
+        final_views: the views of inputs to make before the return, each as (new variable, the node whose view it is,
+            the variable that takes the place of the node's first argument).
         returned: for each ``Create`` and ``Return`` output its variable, or a constant.
     """
 
@@ -153,6 +156,7 @@ class Placement:
     elided: set[Node] = field(default_factory=set)
     copies: list[UpdateCopy] = field(default_factory=list)
     final_clones: list[tuple[Variable, Variable]] = field(default_factory=list)
+    final_views: list[tuple[Variable, Node, Variable]] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
 
 
@@ -175,6 +179,7 @@ class _TensorPlacer:
         # By value. A memory is busy until the last read of any value in it, see :class:`Memory`.
         self.last_read = {node: max((self.reads_until[u] for u in node.users), default=self.at[node]) for node in order}
         self.names = {node.name for node in order}
+        self.by_name = {node.name: node for node in step.placeholders}
         self.out = Placement()
         self.trees = self.out.trees
         # Scatter -> the base whose memory already holds the scatter's result, because the view was written in place.
@@ -383,18 +388,19 @@ class _TensorPlacer:
             self.out.copies += [UpdateCopy(target, source, end) for target in targets]
         for what, result in zip(self.step.outputs, self.step.results, strict=True):
             if not isinstance(what, Update):
-                self.out.returned.append(self._returned(result, updated, overwritten))
+                view = self._view_of_input(what.memory, result, updated) if what.memory else None
+                self.out.returned.append(view or self._returned(result, updated, overwritten))
 
     def _updates(self) -> Iterator[tuple[Node, Node]]:
-        by_name = {node.name: node for node in self.step.placeholders}
         for entry, value in self.step.updates():
-            old, new = (node.meta["val"] if isinstance(node, Node) else node for node in (by_name[entry.name], value))
+            placeholder = self.by_name[entry.name]
+            old, new = (node.meta["val"] if isinstance(node, Node) else node for node in (placeholder, value))
             tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
             if not tensors or old.dtype != new.dtype or list(map(str, old.shape)) != list(map(str, new.shape)):
                 at = value if isinstance(value, Node) else None
                 what = f"the new value of {entry.name} has another type, dtype or shape than the input"
                 raise MalformedGraph(what, neighbourhood(self.order, at))
-            yield by_name[entry.name], value
+            yield placeholder, value
 
     def _returned(self, result: Any, updated: dict[Node, list[Node]], overwritten: set[Memory]) -> Any:
         """The variable to return: the input itself where the eager step returned an input it updated."""
@@ -404,6 +410,30 @@ class _TensorPlacer:
         # With the geometry of the input: the caller gets the very tensor, as after `x.add_(1); return x`.
         inputs = (self.trees[p] for p in updated.get(result, ()) if where is not None and geometry(p) == where)
         return next(inputs, None) or self._readable_at_end(result, overwritten)
+
+    def _view_of_input(self, name: str, result: Any, updated: dict[Node, list[Node]]) -> Variable | None:
+        """The variable of ``result``, taken from the input ``name`` instead of from what that input is updated with.
+
+        Eager wrote to the input and then took views of it; the graph takes them from the new value, which lies in
+        memory of its own where no operation writes in place. None where ``result`` is no view of the new value.
+        """
+        placeholder = self.by_name[name]
+        views: list[Node] = []
+        value = result
+        while not isinstance(value, Node) or placeholder not in updated.get(value, ()):
+            if not isinstance(value, Node) or not looks_into(value) or is_wait(value) or copies(value):
+                return None
+            views.append(value)
+            value = value.args[0]
+        leaf = self.trees[placeholder]
+        assert isinstance(leaf, Variable)
+        if self.trees[value] == leaf:
+            return None  # written in place, so that the result is a view of the input already
+        for view in reversed(views):
+            new = Variable(self._unused_name(f"{view.name}_of_{name}"), leaf.memory)
+            self.out.final_views.append((new, view, leaf))
+            leaf = new
+        return leaf
 
     def _readable_at_end(self, value: Node, overwritten: set[Memory]) -> Any:
         """The variable of ``value``, or of a clone if the copies at the end overwrite its memory."""

@@ -123,6 +123,8 @@ class _ProgramWriter:
                 raise MalformedGraph(f"a {node.op} node", neighbourhood(self.order, node))
             for copy in copies.get(position, ()):
                 self._add(aten.copy_.default, [copy.target, copy.source], [])
+        for new, node, base in self.placement.final_views:
+            self._add(node.target, [base, *node.args[1:]], [new.name], {**node.kwargs})
         self._add("return ", self.placement.returned, [])
 
     def _call(self, node: Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +127,38 @@ def test_a_window_behind_its_buffer_is_read_by_aten(monkeypatch: pytest.MonkeyPa
     with knobs.override(verify_graphs=True, cache_dir=""):
         torch.testing.assert_close(compiled(found[5:15]), step(wanted[5:15]))
     assert found.equal(wanted)
+
+
+def views_of_updated_state(s: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    s.flat.copy_(x * 2)
+    first, second = s.flat.chunk(2)
+    s.square.copy_(x.view(2, 2).t())
+    if s.branches and x.sum() > 3:
+        s.late.add_(x)
+    s.complex.mul_(1j)
+    more = s.square.view(4), s.square.t(), s.square.diagonal(), s.late[1:], s.complex.conj(), s.complex.real
+    return [first, second.view(1, 2), s.flat.detach(), s.flat.view(torch.int32), *more, s.flat * 1]
+
+
+def run_with_views(branches: bool, wrap: Callable[[Any], Any]) -> list[Any]:
+    """The values and the memory of what three calls return, to which their caller writes."""
+    s = SimpleNamespace(flat=torch.ones(4), square=torch.zeros(2, 2), late=torch.arange(4.0), branches=branches)
+    s.complex = torch.ones(3, dtype=torch.complex64)
+    state = [s.flat, s.square, s.late, s.complex]
+    run = wrap(lambda x: views_of_updated_state(s, x))
+    found: list[Any] = []
+    for call in range(3):
+        views = run(torch.full((4,), call + 1.0))
+        found.append([[view.untyped_storage()._cdata == t.untyped_storage()._cdata for t in state] for view in views])
+        for view in views:
+            view.add_(1)
+        found.append([tensor.tolist() for tensor in (*views, *state)])
+    return found
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_views_of_updated_state_lie_in_it(branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel computes the new value in memory of its own, from which it is copied."""
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        assert run_with_views(branches, weft.compile) == run_with_views(branches, lambda step: step)

@@ -19,7 +19,7 @@ from harness import run_ranks
 from step_builder import StepBuilder
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
-from weft.capture.step_interface import Role
+from weft.capture.step_interface import Return, Role
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import make_kernels
 from weft.inductor.graph.retarget import retarget
@@ -581,6 +581,30 @@ def test_conditions_on_numbers_of_the_data_have_no_fake_value_and_pass_between_p
     assert program(torch.ones(3))[0][0] == 512.0
     assert program(-torch.ones(3))[0][0] == -512.0
     assert seen == [True, True, False, False]
+
+
+def test_a_view_of_an_updated_input_lies_in_it_though_the_new_value_comes_from_an_earlier_partition() -> None:
+    build = StepBuilder()
+    weight, x = build.input(torch.ones(4)), build.input(torch.ones(4), Role.BATCH)
+    value = x
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    view = build.call(aten.slice.Tensor, value, 0, 0, 2)
+    build.effect(lambda value: None, value)
+    total = build.call(aten.add.Tensor, value, weight)
+    for _ in range(9):
+        total = build.call(aten.mul.Tensor, total, 0.5)
+    build.update(weight, value)
+    build.returns(view, total)
+    build.outputs[1] = Return(0, memory=weight.name)
+    program = compile_recorded(_on_gpu(build), FakeRecorder(), CPU)
+    assert isinstance(program, PiecewiseProgram)
+    for _ in range(3):
+        weight = torch.ones(4)
+        view, total = program(weight, torch.ones(4))
+        assert view.data_ptr() == weight.data_ptr()
+        assert view.tolist() == [512.0, 512.0]
+        assert total[0] == 513 / 512
 
 
 def test_a_step_of_which_nothing_can_be_recorded_is_one_program() -> None:
