@@ -148,7 +148,7 @@ class _StepNumberer:
         # of the result are part of the number, so a lost cast is seen.
         if len(payload) == len(results):
             keys: list[Hashable] = [
-                (how, self.of_payload(each), tuple(val.shape), val.dtype)
+                (how, self.of_payload(each), tuple(map(str, val.shape)), val.dtype)
                 for each, val in zip(payload, results, strict=True)
             ]
         else:  # what a result is computed from is not known, so each depends on the whole payload

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from collective_ops import operations
 
 import weft
@@ -116,3 +118,14 @@ def test_a_transport_carries_the_same_value_as_an_operation_without_a_coalesced_
         use_transport(step, step.collectives()[0], "pull")
         assert isinstance(step.collectives()[0].target, PeerReduceScatter)
         assert numbering.values(step).outputs == before
+
+
+def test_sums_whose_size_the_data_says_are_numbered_by_it() -> None:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        several = x[x > 0], x[x > 0], x[x > 1]
+        return [funcol.all_reduce(each, "sum", dist.group.WORLD) for each in several]
+
+    graph = weft.capture(step, torch.randn(8))
+    values = ValueNumbering().values(graph)
+    assert len({values.of[start] for start in graph.collectives()}) == 3
+    assert ValueNumbering().values(graph.copy()).counted == values.counted
