@@ -532,7 +532,7 @@ def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
     """The mode of a graph's fake tensors; a new one where it has none."""
     vals = lambda kinds: (val for node in graph.nodes if isinstance(val := node.meta.get("val"), kinds))
     mode = next((val.fake_mode for val in vals(FakeTensor)), None)
-    numbers = (shape_env_of_number(val) for val in vals((torch.SymInt, torch.SymFloat)))
+    numbers = (shape_env_of_number(val) for val in vals((torch.SymInt, torch.SymFloat, torch.SymBool)))
     return mode or FakeTensorMode(shape_env=next(numbers, None))
 
 

@@ -36,6 +36,8 @@ from weft.inductor.lowering.verify import origin
 aten = torch.ops.aten
 Node = torch.fx.Node
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+
 
 def generated_kernels(
     lowered: Lowered, items: Sequence[FusedLoops | Extern], guard: Guard = unguarded
@@ -215,9 +217,12 @@ class _Emitter:
         if self.symbols is None:
             self.symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
         if not self.symbols.knows(symbol):
-            for node in self.step.graph.nodes:  # a number that else only views inside kernels take
+            # A number that else only views inside kernels take, or the size of a view that only they read.
+            for node in self.step.graph.nodes:
                 val = node.meta.get("val")
-                if isinstance(val, (torch.SymInt, torch.SymFloat)) and torch_adapter.expression(val) == symbol:
+                is_view = node in self.lowered.operands and not self._is_whole(node)
+                numbers = val.shape if is_view and isinstance(val, torch.Tensor) else (val,)
+                if any(torch_adapter.expression(n) == symbol for n in numbers if isinstance(n, _SYMBOLIC)):
                     self._node(node)
             self._learn(self.symbols)
         return self.symbols.expression(symbol)

@@ -55,7 +55,10 @@ def trace(
         numbers: each symbol of the operands' sizes as a number.
     """
     recorder = OpRecorder(mode)
-    symbols = sorted(symbols_of([used.meta["val"] for used in node.all_input_nodes]), key=str)
+    vals = [used.meta["val"] for used in node.all_input_nodes]
+    # Without the offsets of views: the operands of a fragment lie at the beginning of memory of their own.
+    layouts = [[*val.shape, *val.stride()] if isinstance(val, torch.Tensor) else val for val in vals]
+    symbols = sorted(symbols_of(layouts), key=str)
     for symbol in symbols:
         recorder.scalar_input(numbers[symbol], str(symbol))
     with torch.no_grad(), torch_adapter.only_mode(mode):

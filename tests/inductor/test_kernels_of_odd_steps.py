@@ -42,11 +42,15 @@ def parts_that_are_read_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return second @ WEIGHT + between, first @ WEIGHT
 
 
+BETWEEN = [torch.cat([torch.tensor(places), torch.randn(9)]) for places in ([2.0, 7.0], [0.0, 11.0], [4.0, 5.0])]
+
 STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "copy_ of a number": (lambda x: x.clone().copy_(2.5) + 1, [torch.ones(3)]),
     "copy_ of a number to halves": (lambda x: x.bfloat16().copy_(1 / 3) * 2, [torch.ones(3)]),
     "the gradient of a loss of nothing": (gradient_of_nothing, [torch.ones(2)]),
     "sums of tensors and sizes": (sums_of_numbers, [torch.randn(n, 4) for n in (3, 5, 7)]),
+    "a part whose end the data says": (lambda x: x[: -x[0].long()] * 2, [torch.arange(n, 9.0) for n in (1, 3)]),
+    "softmax between places that the data says": (lambda x: x[x[0].long() : x[1].long()].softmax(0), BETWEEN),
     "parts that are read late": (parts_that_are_read_late, [torch.randn(64, 64)]),
     "a recurrent network at other lengths": (lambda x: GRU(x)[0] * 2, [torch.randn(2, n, 4) for n in (3, 5, 7)]),
 }
@@ -86,9 +90,10 @@ def test_parts_of_a_kernels_result_lie_in_its_memory() -> None:
             assert storages(node) == storages(source)
 
 
-def test_a_graph_of_numbers_alone_has_the_symbols_of_its_numbers() -> None:
-    graph = weft.capture(lambda x: x.sum().item() * 2, torch.ones(3))
-    number = next(node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.SymFloat))
+@pytest.mark.parametrize("kind", [torch.SymFloat, torch.SymBool])
+def test_a_graph_of_numbers_alone_has_the_symbols_of_its_numbers(kind: type) -> None:
+    graph = weft.capture(lambda x: x.sum().item() * 2 if kind is torch.SymFloat else (x > 0)[0].item(), torch.ones(3))
+    number = next(node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), kind))
     alone = torch.fx.Graph()
     alone.placeholder("number").meta["val"] = number
     mode = torch_adapter.fake_mode_of(alone)
