@@ -210,10 +210,14 @@ class TrackedStorages:
         else:
             op, args = tracked.view  # type: ignore[misc]
             parent = tracked.parent
-            base = write_back(self._emit, op, args, self.read(parent), parent.val, new, tracked.val)
+            base = write_back(self._emit_values, op, args, self.read(parent), parent.val, new, tracked.val)
             self.write(parent, base)
         # The write counted the version up: without this the next read would take ``new`` for stale.
         tracked.node, tracked.version = new, tracked.storage.version
+
+    def _emit_values(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
+        """Append a call whose operands may be symbolic numbers, such as the sizes of a base that are those of a batch."""
+        return self._emit(target, *map_operands(args, self._value), val=val)
 
     def overwrites_whole(self, target: torch.Tensor, source: Any) -> bool:
         """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_meta import meta_of
+from weft.capture.record.operands import map_operands
 from weft.capture.record.symbols import Symbols
 from weft.inductor.codegen import canonical
 from weft.inductor.codegen.kernel import GeneratedKernel, generate
@@ -26,7 +27,7 @@ from weft.inductor.cost.roofline import bytes_moved
 from weft.inductor.fusion.fuse import FusedLoops
 from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.faults import Guard, unguarded
-from weft.inductor.graph.sizes import spanned
+from weft.inductor.graph.sizes import layout_text, spanned
 from weft.inductor.loop_ir.ir import Buffer, Int, Nest, Scalar
 from weft.inductor.loop_ir.verify import verify_nest
 from weft.inductor.lowering.lowered_step import Extern, Lowered
@@ -35,8 +36,6 @@ from weft.inductor.lowering.verify import origin
 
 aten = torch.ops.aten
 Node = torch.fx.Node
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def generated_kernels(
@@ -124,9 +123,27 @@ class _Emitter:
         new = copy_node(self.graph, node, self._node)
         base = new.args[0] if new.args else None
         # A view of what a kernel made: its fake tensor must alias the new base, for the verifier and for live ranges.
-        if operand is not None and isinstance(base, Node) and operand.buffer != node.name:
+        if isinstance(base, Node) and isinstance(base.meta["val"], (list, tuple)) and node.target is operator.getitem:
+            new.meta["val"] = base.meta["val"][node.args[1]]  # type: ignore[index]
+        elif operand is not None and isinstance(base, Node) and operand.buffer != node.name:
             new.meta["val"] = _window(base.meta["val"], node.args[0].meta["val"], node.meta["val"])  # type: ignore
+        elif "inplace" in node.meta:
+            new.meta["val"] = self._written_over(node)
         return self._keep(node, new)
+
+    def _written_over(self, node: Node) -> Any:
+        """The fake value of a call that writes in place: results lie in its operands, which kernels may have made."""
+        place = lambda val: (torch_adapter.storage_key(val), val.storage_offset(), layout_text(val))
+        moved = {}
+        for used in node.all_input_nodes:
+            old, now = used.meta["val"], self.nodes[used].meta["val"]
+            if isinstance(old, torch.Tensor) and old.layout is torch.strided and old is not now:
+                moved[place(old)] = now
+        if not moved:
+            return node.meta["val"]
+        return map_operands(
+            node.meta["val"], lambda val: moved.get(place(val), val) if isinstance(val, torch.Tensor) else val
+        )
 
     def _is_whole(self, node: Node) -> bool:
         """Whether the node is its buffer, not a view of it."""
@@ -217,13 +234,15 @@ class _Emitter:
         if self.symbols is None:
             self.symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
         if not self.symbols.knows(symbol):
-            # A number that else only views inside kernels take, or the size of a view that only they read.
-            for node in self.step.graph.nodes:
-                val = node.meta.get("val")
-                is_view = node in self.lowered.operands and not self._is_whole(node)
-                numbers = val.shape if is_view and isinstance(val, torch.Tensor) else (val,)
-                if any(torch_adapter.expression(n) == symbol for n in numbers if isinstance(n, _SYMBOLIC)):
+            for node in self.step.graph.nodes:  # a number that else only views inside kernels take
+                if _among(symbol, [node.meta.get("val")]):
                     self._node(node)
+            self._learn(self.symbols)
+        if not self.symbols.knows(symbol):  # the size of a slice that only kernels read
+            has_size = (
+                node for node in self.step.graph.nodes if _among(symbol, getattr(node.meta.get("val"), "shape", ()))
+            )
+            self._node(next(has_size))
             self._learn(self.symbols)
         return self.symbols.expression(symbol)
 
@@ -278,6 +297,11 @@ def _is_inside(base: torch.Tensor, sizes: Sequence[Int], strides: Sequence[Int],
     if any(type(n) is not int for n in (*sizes, *strides, offset, storage)):
         return False
     return offset >= 0 and (offset + spanned(sizes, strides)) * base.dtype.itemsize <= storage
+
+
+def _among(symbol: sympy.Symbol, numbers: Sequence[Any]) -> bool:
+    """Whether one of ``numbers`` is the symbol."""
+    return any(torch_adapter.expression(n) == symbol for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat)))
 
 
 def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:

@@ -154,6 +154,8 @@ class _SumByIndex:
         stages = StagedReduction(self.out, self.sizes, self.over, row)
         # Masked, so rows of other places cost a comparison and no memory traffic.
         value = Expression(operand.load(row, mine.value, 0)).to(wide) * scale
+        if not math.isfinite(scale):  # 0 times it is NaN
+            value = where(mine, value, 0)
         total = Expression(stages.reduce("sum", value.value)[0])
         if base is not None:
             start = self.out.operand(base)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -186,10 +187,12 @@ def _embedding_backward(arguments: dict[str, Any]) -> _Sum | None:
 
 
 def _index_add(arguments: dict[str, Any]) -> _Sum | None:
-    index, base = arguments["index"], arguments["self"]
+    index, base, scale = arguments["index"], arguments["self"], arguments["alpha"]
     if arguments["dim"] != 0 or index.meta["val"].dim() != 1 or base.meta["val"].dim() == 0:
         return None
-    return _Sum(arguments["source"], index, base.meta["val"].shape[0], base, scale=arguments["alpha"])
+    if isinstance(scale, float) and not math.isfinite(scale):  # sums of no rows, which are 0, are scaled too
+        return None
+    return _Sum(arguments["source"], index, base.meta["val"].shape[0], base, scale=scale)
 
 
 def _index_put(arguments: dict[str, Any]) -> _Sum | None:

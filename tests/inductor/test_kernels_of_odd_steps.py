@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,15 +43,34 @@ def parts_that_are_read_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return second @ WEIGHT + between, first @ WEIGHT
 
 
+def rows_added_infinitely_often(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Into few rows and into many, some of which nothing is added to."""
+    rows = torch.arange(0, 1200, 4)
+    few = torch.ones(5, 4).index_add(0, torch.tensor([0, 3, 3]), x[:3], alpha=math.inf)
+    return few, torch.ones(200_000, 4).index_add(0, rows, x, alpha=-math.inf)
+
+
+def a_list_of_which_a_part_has_gaps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = x.t() * 1
+    part = whole[:3]
+    part.clamp_min_(0.1)
+    torch._foreach_mul_([x.clone(), part], 2)
+    return part + 1, whole * 2
+
+
+SIZES = [torch.randn(n, 4) for n in (3, 5, 7)]
 BETWEEN = [torch.cat([torch.tensor(places), torch.randn(9)]) for places in ([2.0, 7.0], [0.0, 11.0], [4.0, 5.0])]
 
 STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "copy_ of a number": (lambda x: x.clone().copy_(2.5) + 1, [torch.ones(3)]),
     "copy_ of a number to halves": (lambda x: x.bfloat16().copy_(1 / 3) * 2, [torch.ones(3)]),
     "the gradient of a loss of nothing": (gradient_of_nothing, [torch.ones(2)]),
-    "sums of tensors and sizes": (sums_of_numbers, [torch.randn(n, 4) for n in (3, 5, 7)]),
+    "sums of tensors and sizes": (sums_of_numbers, SIZES),
     "a part whose end the data says": (lambda x: x[: -x[0].long()] * 2, [torch.arange(n, 9.0) for n in (1, 3)]),
     "softmax between places that the data says": (lambda x: x[x[0].long() : x[1].long()].softmax(0), BETWEEN),
+    "a write through a view of a batch": (lambda x: (x[None].clamp_(min=0.5), x * 2)[1], SIZES),
+    "rows added infinitely often": (rows_added_infinitely_often, [torch.rand(300, 4) + 1]),
+    "a list of which a part has gaps": (a_list_of_which_a_part_has_gaps, [torch.randn(4, 6)]),
     "parts that are read late": (parts_that_are_read_late, [torch.randn(64, 64)]),
     "a recurrent network at other lengths": (lambda x: GRU(x)[0] * 2, [torch.randn(2, n, 4) for n in (3, 5, 7)]),
 }
