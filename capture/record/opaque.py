@@ -55,7 +55,8 @@ class OpaqueCall:
     Args:
         function: the user's function.
         arguments: its arguments, over the first ``argument_count`` of the node's operands.
-        argument_count: how many operands are arguments.
+        argument_count: how many operands are arguments. Behind those of the snapshot are inputs that are only to be
+            written later, see :mod:`weft.capture.record.finished_graph`.
         held: objects that the step made and still holds: the part in the template, what is the same at each call.
         snapshot: the other state that it can reach at this point of the step, over all operands.
         changes: checks what the function changes.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import StepGraph
-from weft.capture.step_interface import Update
 
 
 def result_aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
@@ -29,21 +26,6 @@ def result_aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
                 found.append(at)
             known.add(where)
     return found
-
-
-def with_memory(step: StepGraph) -> StepGraph:
-    """``step``, whose outputs name the updated inputs in whose memory they lie: writes of the caller's to one of the
-    two are seen in the other, whatever memory a program computes the value in. Changes ``step``."""
-    updated = {entry.name for entry, _ in step.updates()}
-    memory = {
-        torch_adapter.storage_key(node.meta["val"]): node.name for node in step.placeholders if node.name in updated
-    }
-    for at, (what, node) in enumerate(zip(step.outputs, step.results, strict=True)):
-        val = node.meta["val"] if isinstance(node, torch.fx.Node) else None
-        name = memory.get(torch_adapter.storage_key(val), "") if isinstance(val, torch.Tensor) else ""
-        if name and not isinstance(what, Update):
-            step.outputs[at] = replace(what, memory=name)
-    return step
 
 
 def inference_results(inputs: Iterable[torch.Tensor], results: dict[int, bool]) -> list[tuple[int, bool]]:

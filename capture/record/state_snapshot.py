@@ -56,10 +56,17 @@ class _WrittenTensor:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """How the state that one call can reach differs from the state at the beginning of the step."""
+    """How the state that one call can reach differs from the state at the beginning of the step.
+
+    Attributes:
+        entries: those of containers.
+        tensors: those that the step has written to.
+        unwritten: the storages of all other tensors there, which the call reads from memory.
+    """
 
     entries: list[_ChangedEntry]
     tensors: list[_WrittenTensor]
+    unwritten: frozenset[int]
 
     @contextlib.contextmanager
     def restored(self, operands: list[Any], made: dict[int, Any]) -> Iterator[list[Any]]:
@@ -181,7 +188,7 @@ class StateSnapshots:
             if id(container.obj) in known:
                 entries += self._changed(container, templates, add_operand)
         self.given.add(list(templates.made.values()))
-        return StateSnapshot(entries, written), met
+        return StateSnapshot(entries, written, self._unwritten(places, written)), met
 
     def _changed(self, container: Container, templates: Templates, add_operand: AddOperand) -> Iterator[_ChangedEntry]:
         for key, _, new in container.changes():
@@ -227,6 +234,15 @@ class StateSnapshots:
             node = self._recorder.current_value(tensor)
             if node.op != "placeholder":
                 yield _WrittenTensor(place, add_operand(node))
+
+    def _unwritten(
+        self, places: Mapping[tuple[Any, ...], StatePlace], written: Iterable[_WrittenTensor]
+    ) -> frozenset[int]:
+        """The storages of the tensors at ``places``, and of arguments, that the step has not written to so far."""
+        changed = {id(each.place) for each in written}
+        reached = [key for key, place in places.items() if id(place) not in changed]
+        reached += [memory_key(tensor) for place, tensor in self._passed.captured() if id(place) not in changed]
+        return frozenset(storage for storage, *_ in reached)
 
 
 def _same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from weft import torch_adapter
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
-from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.graph import drop_dead
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, autocast_copy, emptied, may_be_copied
@@ -40,9 +40,9 @@ from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes
 from weft.capture.record.ended_runs import may_be_of_step
 from weft.capture.record.escapes import EscapeCheck
+from weft.capture.record.finished_graph import finished_graph
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
-from weft.capture.record.group_names import canonical_groups
 from weft.capture.record.growing_lists import GrowingLists, takes_out_entries
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.host_lists import HostList
@@ -73,8 +73,8 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.replaced_memory import memory_replaced
-from weft.capture.record.result_aliases import inference_results, result_aliases, with_memory
-from weft.capture.record.sharding_text import sharding_text, with_axes
+from weft.capture.record.result_aliases import inference_results, result_aliases
+from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
 from weft.capture.record.template_parts import Template
@@ -482,8 +482,7 @@ class _StepCapture:
             inputs, places = self._inputs(outputs)
             if complete:
                 self.optimizer_states.release_unread(places)
-            groups = canonical_groups(recorder.graph)
-            graph = with_memory(StepGraph(recorder.graph, with_axes(inputs, places, groups), outputs, groups)).check()
+            graph = finished_graph(recorder.graph, inputs, places, outputs, recorder.placeholders)
         return CapturedStep(
             graph,
             places,

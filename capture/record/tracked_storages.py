@@ -216,7 +216,7 @@ class TrackedStorages:
         tracked.node, tracked.version = new, tracked.storage.version
 
     def _emit_values(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
-        """Append a call whose operands may be symbolic numbers, such as the sizes of a base that are those of a batch."""
+        """Append a call whose operands may be symbolic numbers, such as the sizes of a batch."""
         return self._emit(target, *map_operands(args, self._value), val=val)
 
     def overwrites_whole(self, target: torch.Tensor, source: Any) -> bool:

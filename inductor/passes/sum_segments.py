@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

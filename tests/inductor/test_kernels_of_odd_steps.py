@@ -187,3 +187,36 @@ def test_views_of_updated_state_lie_in_it(branches: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
     with knobs.override(verify_graphs=True, cache_dir=""):
         assert run_with_views(branches, weft.compile) == run_with_views(branches, lambda step: step)
+
+
+def seen_by_opaque(wrap: Callable[[Any], Any]) -> list[Any]:
+    """What an opaque function sees of the parameters and momenta between backward and the optimizer's step."""
+    model, seen = nn.Linear(4, 4), list[Any]()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @weft.opaque
+    def look() -> None:
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        seen.append([tensor.detach().clone() for tensor in (*model.parameters(), *momenta)])
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        look()
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+
+    run = wrap(step)
+    for call in range(3):
+        run(torch.full((2, 4), call + 1.0))
+    return seen
+
+
+def test_an_opaque_function_sees_the_state_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sums a gradient may compute the new parameter too, long before the optimizer's step."""
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        torch.testing.assert_close(seen_by_opaque(weft.compile), seen_by_opaque(lambda step: step))
