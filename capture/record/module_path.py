@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ class ModulePath:
         finished: how often its forward returned a value. An exception can also end a forward, as checkpointing does.
     """
 
-    def __init__(self, state: ReachableState) -> None:
+    def __init__(self, state: ReachableState, is_made: Callable[[Any], bool]) -> None:
         self.calls: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
         self._state = state
+        self._is_made = is_made
         self._stack: list[str] = []
 
     def current(self) -> str:
@@ -43,7 +44,11 @@ class ModulePath:
 
     def _enter(self, module: torch.nn.Module) -> None:
         self.calls[id(module)] += 1
-        if id(module) not in self._state.modules:
+        known = self._state.modules.get(id(module))
+        if known is None and self._is_made(module):  # its tensors are values of the step, no state of later calls
+            self._stack.append(type(module).__name__)
+            return
+        if known is None:
             self._state.add(module, type(module).__name__)
         self._stack.append(self._state.modules[id(module)][1])
 

@@ -219,7 +219,7 @@ class _StepCapture:
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays or self.numpy_numbers)
         ids = Ids(lambda: self.met, self.made)
         self.outside = OutsideValues(self.recorder, self.state, remembering, ids, watched=watched, arrays=followed)
-        self.path = ModulePath(self.state)
+        self.path = ModulePath(self.state, self._is_made)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []

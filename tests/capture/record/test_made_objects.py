@@ -696,3 +696,20 @@ def test_one_tensor_at_two_attributes_of_a_replaced_object() -> None:
         return result
 
     compare_with_eager(begin, step)
+
+
+def test_a_module_that_the_step_makes_and_calls_gives_its_buffers() -> None:
+    """They are values of the step, not state that a later call could find."""
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        norm = nn.BatchNorm1d(4)
+        with torch.no_grad():
+            norm(x)
+        return [norm.running_mean, norm.num_batches_tracked]  # type: ignore[list-item]
+
+    compiled = weft.compile(step)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        for ours, theirs in zip(compiled(x), step(x), strict=True):
+            assert type(ours) is torch.Tensor
+            assert torch.equal(ours, theirs)
