@@ -50,6 +50,8 @@ from weft import dtensor_placements, thread_patches
 
 
 _WAIT_FOR_SEVERAL = "_c10d_functional::wait_tensors"  # of torch 2.15: one operation for several waits
+# Composite operations that write running statistics, which their schemas do not say.
+_WRITE_STATISTICS = frozenset({"aten::batch_norm", "aten::_batch_norm_impl_index", "aten::instance_norm"})
 
 
 def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
@@ -67,10 +69,10 @@ def is_composite(op: OpOverload) -> bool:
 
 def is_taken_apart(op: OpOverload) -> bool:
     """Whether a composite operation is recorded as those that it calls, also where torch leaves it whole: its results
-    may be views of its operands (``chunk``, ``to``, ``reshape``), or are no tensors (``bool(x)``), or it is a program's
-    own. Other composite operations may choose kernels by what their operands are, and would choose others for fakes
+    may be views of its operands (``chunk``, ``to``, ``reshape``), or are no tensors (``bool(x)``), or it writes running
+    statistics, or it is a program's own. Other composite operations may choose kernels by what their operands are, and would choose others for fakes
     (LSTMs, ``linalg.svdvals``)."""
-    if op._schema.name == _WAIT_FOR_SEVERAL:
+    if op._schema.name == _WAIT_FOR_SEVERAL or op._schema.name in _WRITE_STATISTICS:
         return True
     results = op._schema.returns
     may_be_views = all(each.alias_info and not each.alias_info.is_write for each in results)

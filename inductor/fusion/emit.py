@@ -123,8 +123,8 @@ class _Emitter:
         new = copy_node(self.graph, node, self._node)
         base = new.args[0] if new.args else None
         # A view of what a kernel made: its fake tensor must alias the new base, for the verifier and for live ranges.
-        if isinstance(base, Node) and isinstance(base.meta["val"], (list, tuple)) and node.target is operator.getitem:
-            new.meta["val"] = base.meta["val"][node.args[1]]  # type: ignore[index]
+        if node.target is operator.getitem and isinstance(base.meta.get("val"), (list, tuple)):  # type: ignore[union-attr]
+            new.meta["val"] = base.meta["val"][node.args[1]]  # type: ignore[union-attr,index]
         elif operand is not None and isinstance(base, Node) and operand.buffer != node.name:
             new.meta["val"] = _window(base.meta["val"], node.args[0].meta["val"], node.meta["val"])  # type: ignore
         elif "inplace" in node.meta:
@@ -136,7 +136,7 @@ class _Emitter:
         place = lambda val: (torch_adapter.storage_key(val), val.storage_offset(), layout_text(val))
         moved = {}
         for used in node.all_input_nodes:
-            old, now = used.meta["val"], self.nodes[used].meta["val"]
+            old, now = used.meta.get("val"), self.nodes[used].meta.get("val")
             if isinstance(old, torch.Tensor) and old.layout is torch.strided and old is not now:
                 moved[place(old)] = now
         if not moved:

@@ -137,7 +137,12 @@ class InterpretedKernel(Kernel):
 
 
 def _values(args: tuple[Argument, ...]) -> list[int | float]:
-    return [arg if type(arg) in _NUMBERS else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+    return [arg if type(arg) in _NUMBERS else _value(arg) for arg in args]  # type: ignore[misc]
+
+
+def _value(arg: Any) -> int | float:
+    """The address of a tensor. Numbers of numpy's, such as a learning rate from an array, become Python's."""
+    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg.item()
 
 
 _NUMBERS = frozenset({int, float, bool})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,14 @@ def gradient_of_nothing(x: torch.Tensor) -> torch.Tensor:
 
 def sums_of_numbers(x: torch.Tensor) -> torch.Tensor:
     return torch.add(x, x.shape[0] / 3) + torch.add(x, x.shape[0])
+
+
+def statistics_in_inference_mode(x: torch.Tensor) -> list[torch.Tensor]:
+    norm = nn.BatchNorm1d(4)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            norm(x)
+    return [norm.running_mean, norm.running_var]  # type: ignore[list-item]
 
 
 def parts_that_are_read_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +80,7 @@ STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "a write through a view of a batch": (lambda x: (x[None].clamp_(min=0.5), x * 2)[1], SIZES),
     "rows added infinitely often": (rows_added_infinitely_often, [torch.rand(300, 4) + 1]),
     "a list of which a part has gaps": (a_list_of_which_a_part_has_gaps, [torch.randn(4, 6)]),
+    "running statistics in inference mode": (statistics_in_inference_mode, [torch.randn(3, 4)]),
     "parts that are read late": (parts_that_are_read_late, [torch.randn(64, 64)]),
     "a recurrent network at other lengths": (lambda x: GRU(x)[0] * 2, [torch.randn(2, n, 4) for n in (3, 5, 7)]),
 }
@@ -220,3 +230,28 @@ def test_an_opaque_function_sees_the_state_before_it_is_updated(monkeypatch: pyt
     monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
     with knobs.override(verify_graphs=True, cache_dir=""):
         torch.testing.assert_close(seen_by_opaque(weft.compile), seen_by_opaque(lambda step: step))
+
+
+def trained_with_rates_of_numpys(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+    weight = nn.Parameter(torch.linspace(-1, 1, 4))
+    optimizer = torch.optim.RMSprop([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        (weight * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run, found = wrap(step), []
+    for rate in np.linspace(0.1, 0.2, 4):
+        optimizer.param_groups[0]["lr"] = rate
+        run(torch.arange(4.0))
+        found.append(weight.detach().clone())
+    return found
+
+
+def test_a_kernel_takes_numbers_of_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        torch.testing.assert_close(
+            trained_with_rates_of_numpys(weft.compile), trained_with_rates_of_numpys(lambda step: step)
+        )
