@@ -70,8 +70,8 @@ def is_composite(op: OpOverload) -> bool:
 def is_taken_apart(op: OpOverload) -> bool:
     """Whether a composite operation is recorded as those that it calls, also where torch leaves it whole: its results
     may be views of its operands (``chunk``, ``to``, ``reshape``), or are no tensors (``bool(x)``), or it writes running
-    statistics, or it is a program's own. Other composite operations may choose kernels by what their operands are, and would choose others for fakes
-    (LSTMs, ``linalg.svdvals``)."""
+    statistics, or it is a program's own. Other composite operations may choose kernels by what their operands are, and
+    would choose others for fakes (LSTMs, ``linalg.svdvals``)."""
     if op._schema.name == _WAIT_FOR_SEVERAL or op._schema.name in _WRITE_STATISTICS:
         return True
     results = op._schema.returns

@@ -25,7 +25,7 @@ class ModulePath:
         finished: how often its forward returned a value. An exception can also end a forward, as checkpointing does.
     """
 
-    def __init__(self, state: ReachableState, is_made: Callable[[Any], bool]) -> None:
+    def __init__(self, state: ReachableState, is_made: Callable[[Any], bool] = lambda module: False) -> None:
         self.calls: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
         self._state = state

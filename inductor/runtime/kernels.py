@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
+from typing import Any
 
 import torch
 
