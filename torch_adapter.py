@@ -1413,6 +1413,39 @@ def assumptions(shape_env: ShapeEnv) -> list[Any]:
     return [guard.expr for guard in shape_env.guards]
 
 
+@contextlib.contextmanager
+def assuming_nothing(shape_env: ShapeEnv | None) -> Iterator[list[Any]]:
+    """Inside, code may ask about sizes, and nothing is assumed for good that the trace did not assume.
+
+    Gives a list of what was answered with the sizes of the captured call alone: what the code made holds for no others.
+    Without this, each such answer would become a fact about the symbols of the trace, for which no call is checked.
+    """
+    answered: list[Any] = []
+    if shape_env is None:
+        yield answered
+        return
+    known = {guard.expr for guard in shape_env.guards}
+    evaluate = shape_env.evaluate_expr
+
+    def answer(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if shape_env._maybe_evaluate_static(expr) is not None:
+            return evaluate(expr, *args, **kwargs)
+        if (either := kwargs.get("fallback_value")) is not None:  # right in both cases
+            return either
+        found = evaluate(expr, *args, **kwargs)
+        fact = sympy.Eq(expr, found) if not expr.is_Boolean else expr if found else sympy.Not(expr)
+        if fact not in known:
+            answered.append(fact)
+        return found
+
+    shape_env.evaluate_expr = answer  # type: ignore[method-assign]
+    try:
+        with shape_env.suppress_guards():
+            yield answered
+    finally:
+        del shape_env.evaluate_expr
+
+
 def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:
     """Smallest and largest value of a size symbol; the largest is None where there is no bound."""
     bounds: Any = shape_env.var_to_range[symbol]

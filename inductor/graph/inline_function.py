@@ -48,8 +48,8 @@ class Fragment:
 def trace(
     function: Callable[..., Any], node: Node, mode: FakeTensorMode, numbers: Mapping[sympy.Symbol, Number]
 ) -> Fragment | None:
-    """What ``function`` does in the place of ``node``; None where it says NotImplemented, or asks for a size that only
-    the data decides.
+    """What ``function`` does in the place of ``node``; None where it says NotImplemented, or asks about sizes what was
+    not asked before: for one that only the data decides there is no answer, and the graph is for other sizes too.
 
     Args:
         numbers: each symbol of the operands' sizes as a number.
@@ -64,12 +64,12 @@ def trace(
     with torch.no_grad(), torch_adapter.only_mode(mode):
         operands = {used: _stand_in(recorder, used.meta["val"]) for used in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: operands[used])
-        with recorder:
+        with recorder, torch_adapter.assuming_nothing(mode.shape_env) as answered:
             try:
                 out = function(*args, **kwargs)
             except torch_adapter.data_dependent_errors():
                 return None
-    if out is NotImplemented:
+    if out is NotImplemented or answered:
         return None
     recorder.graph.output([recorder.value(value) for value in (out if isinstance(out, (list, tuple)) else [out])])
     return Fragment(recorder.graph, symbols)

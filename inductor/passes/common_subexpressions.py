@@ -49,6 +49,8 @@ def common_subexpressions(step: StepGraph) -> StepGraph:
             continue
         first = known.setdefault(_key(node, "" if node in merged_across_stages else node.meta.get("stage", "")), node)
         if first is not node and not _copied_to(node, first):
+            if first.meta.get("val") is None:  # a number inside an expression over sizes
+                first.meta["val"] = node.meta.get("val")
             node.replace_all_uses_with(first)
             step.graph.erase_node(node)
     return step

@@ -101,7 +101,9 @@ def _cudnn_batch_norm_backward(
 
 def _split(x: Any, size: Any, dim: int = 0) -> list[Any]:
     length = x.shape[dim]
-    return [aten.slice.Tensor(x, dim, at, min(at + size, length)) for at in range(0, length, size)]
+    # How many there are, torch has asked in the same way: the length may be a symbol, of which nothing else is known.
+    last = int((length + size - 1) // size) - 1
+    return [aten.slice.Tensor(x, dim, at * size, length if at == last else (at + 1) * size) for at in range(last + 1)]
 
 
 def _split_with_sizes(x: Any, sizes: list[Any], dim: int = 0) -> list[Any]:

@@ -67,6 +67,14 @@ def a_list_of_which_a_part_has_gaps(x: torch.Tensor) -> tuple[torch.Tensor, torc
     return part + 1, whole * 2
 
 
+def gradient_of_a_mean(x: torch.Tensor) -> torch.Tensor | None:
+    x = x.detach().requires_grad_()
+    F.huber_loss(x, x.detach() * 2).backward()
+    return x.grad
+
+
+# The first piece of a capture with 8 rows is as long as the last one.
+PIECES = [torch.randn(n, 2) for n in (10, 11, 8, 7, 6)]
 SIZES = [torch.randn(n, 4) for n in (3, 5, 7)]
 BETWEEN = [torch.cat([torch.tensor(places), torch.randn(9)]) for places in ([2.0, 7.0], [0.0, 11.0], [4.0, 5.0])]
 
@@ -81,6 +89,8 @@ STEPS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "rows added infinitely often": (rows_added_infinitely_often, [torch.rand(300, 4) + 1]),
     "a list of which a part has gaps": (a_list_of_which_a_part_has_gaps, [torch.randn(4, 6)]),
     "running statistics in inference mode": (statistics_in_inference_mode, [torch.randn(3, 4)]),
+    "pieces of which the last is shorter": (lambda x: [part * 2 for part in x.split(4)], PIECES),
+    "the gradient of a mean over a size": (gradient_of_a_mean, SIZES),
     "parts that are read late": (parts_that_are_read_late, [torch.randn(64, 64)]),
     "a recurrent network at other lengths": (lambda x: GRU(x)[0] * 2, [torch.randn(2, n, 4) for n in (3, 5, 7)]),
 }
