@@ -50,6 +50,7 @@ BASEMENT = [
     "dtensor_placements",
     "thread_patches",
     "torch_adapter",
+    "torchscript_adapter",
     "mesh_facts",
     "shared_inputs",
     "triton_adapter",
@@ -337,11 +338,11 @@ def test_private_torch_names_stay_in_the_adapter() -> None:
     wrong = {
         f"{source.path}:{line}: {name}"
         for source in [*sources(), *sources("examples")]
-        if source.path != Path("torch_adapter.py")
+        if source.path not in (Path("torch_adapter.py"), Path("torchscript_adapter.py"))
         for line, name in source.names
         if private(name) and not allowed(name)
     }
-    assert not wrong, "private torch names outside torch_adapter.py:\n" + "\n".join(sorted(wrong))
+    assert not wrong, "private torch names outside of the adapters:\n" + "\n".join(sorted(wrong))
 
 
 def test_triton_is_compiled_and_interpreted_by_the_adapter_alone() -> None:
@@ -369,7 +370,7 @@ def test_inductor_is_a_peer_and_not_a_dependency() -> None:
 def test_files_stay_small() -> None:
     sizes = {source.path: len((ROOT / source.path).read_text().splitlines()) for source in sources()}
     # One file each by rule, whatever they hold: functions and classes that do not depend on each other.
-    limits = {Path("torch_adapter.py"): 1700, Path("errors.py"): 1400}
+    limits = {Path("torch_adapter.py"): 1600, Path("errors.py"): 1400}
     assert not {str(path): size for path, size in sizes.items() if size >= limits.get(path, MAX_LINES)}
 
 

@@ -45,9 +45,8 @@ def _name_memory(step: StepGraph) -> None:
     """Let outputs name the updated input in whose memory they lie: writes of the caller's to one of the two are seen in
     the other, whatever memory a program computes the value in."""
     updated = {entry.name for entry, _ in step.updates()}
-    memory = {
-        torch_adapter.storage_key(node.meta["val"]): node.name for node in step.placeholders if node.name in updated
-    }
+    inputs = ((node.name, node.meta["val"]) for node in step.placeholders if node.name in updated)
+    memory = {torch_adapter.storage_key(val): name for name, val in inputs if isinstance(val, torch.Tensor)}
     for at, (what, node) in enumerate(zip(step.outputs, step.results, strict=True)):
         val = node.meta["val"] if isinstance(node, Node) else None
         name = memory.get(torch_adapter.storage_key(val), "") if isinstance(val, torch.Tensor) else ""

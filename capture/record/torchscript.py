@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import torch_adapter
+from weft import torch_adapter, torchscript_adapter
 from weft.capture.record.literals import LIFTS
 from weft.capture.record.operands import tensors_in
 from weft.capture.record.recorder import OpRecorder
@@ -110,7 +110,7 @@ def scripts_interpreted(recorder: OpRecorder) -> Iterator[None]:
     interpret = functools.partial(_interpreted, recorder, functions)
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        source = torch_adapter.scripted_from(function)
+        source = torchscript_adapter.scripted_from(function)
         if source is not None:
             return source(*args, **kwargs)
         return interpret(functions, function, (), args, kwargs)
@@ -141,24 +141,24 @@ def _interpreted(
     Raises:
         ScriptedModule: the graph does what a capture cannot follow.
     """
-    bound = torch_adapter.bound_to_schema(function.schema, (*owner, *args), kwargs)
+    bound = torchscript_adapter.bound_to_schema(function.schema, (*owner, *args), kwargs)
     if bound is None:
         return compiled(function, *args, **kwargs)  # which says what is wrong with the arguments
-    graph = torch_adapter.inlined_script(function)
+    graph = torchscript_adapter.inlined_script(function)
     name = f"module {owner[0]._type().name()}" if owner else "function"
     _prepare(graph, name)
-    modules = [each for module in owner for each in torch_adapter.scripted_modules(module)]
+    modules = [each for module in owner for each in torchscript_adapter.scripted_modules(module)]
     known = [*tensors_in((args, kwargs)), *(each for module, _ in modules for each in _tensors_of(module))]
     values = _values_of(modules)
     mode = _InterpreterMode(recorder, frozenset(map(id, known)))
     try:
-        with mode, torch_adapter.unoptimised_scripts():
-            result = run(torch_adapter.script_function(function.name, graph), *bound)
+        with mode, torchscript_adapter.unoptimised_scripts():
+            result = run(torchscript_adapter.script_function(function.name, graph), *bound)
     except BaseException as error:
         if mode.error is not None:
             raise mode.error from None
         if type(error) is RuntimeError:
-            raise ScriptedModule(name, user_line(), _FAILED, torch_adapter.failed_script_line(error)) from error
+            raise ScriptedModule(name, user_line(), _FAILED, torchscript_adapter.failed_script_line(error)) from error
         raise  # of the script: torch.jit.Error
     changed = [path for path, value in _values_of(modules).items() if value != values[path]]
     if changed:
@@ -168,19 +168,19 @@ def _interpreted(
 
 def _prepare(graph: Any, name: str) -> None:
     """Refuse what the recorder would not see, and let it see tensors that are made of numbers."""
-    for node in torch_adapter.script_nodes(graph):
+    for node in torchscript_adapter.script_nodes(graph):
         what = _REFUSED.get(node.kind())
-        if what is None and (attribute := torch_adapter.unfollowed_attribute(node)) is not None:
+        if what is None and (attribute := torchscript_adapter.unfollowed_attribute(node)) is not None:
             what = f"the attribute {attribute}, which holds objects"
         if what is not None:
-            raise ScriptedModule(name, user_line(), f"it has {what}", torch_adapter.script_line(node))
-    if (node := torch_adapter.lift_literals(graph)) is not None:
+            raise ScriptedModule(name, user_line(), f"it has {what}", torchscript_adapter.script_line(node))
+    if (node := torchscript_adapter.lift_literals(graph)) is not None:
         why = "it makes a tensor of a list of numbers that are no constants, or one of numbers that requires grad"
-        raise ScriptedModule(name, user_line(), why, torch_adapter.script_line(node))
+        raise ScriptedModule(name, user_line(), why, torchscript_adapter.script_line(node))
 
 
 def _tensors_of(module: Any) -> list[torch.Tensor]:
-    attributes = torch_adapter.ScriptAttributes.of(module)
+    attributes = torchscript_adapter.ScriptAttributes.of(module)
     found = [module.getattr(each) for each in (*attributes.parameters, *attributes.tensors)]
     return [each for each in found if isinstance(each, torch.Tensor)]
 
@@ -191,5 +191,5 @@ def _values_of(modules: list[tuple[Any, str]]) -> dict[str, Any]:
     return {
         f"{path}.{name}": torch_adapter.tree_map(read, module.getattr(name))
         for module, path in modules
-        for name in torch_adapter.ScriptAttributes.of(module).values
+        for name in torchscript_adapter.ScriptAttributes.of(module).values
     }

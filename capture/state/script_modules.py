@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
+from weft import torchscript_adapter
 from weft.capture.state.containers import Attributes, Container, Content, label_of
 from weft.capture.state.type_facts import BOOKKEEPING
 from weft.capture.step_interface import Role
@@ -29,14 +29,14 @@ def script_state(module: torch.jit.ScriptModule, path: str) -> Iterator[tuple[Co
     """What a scripted module holds, with the role of its tensors: attributes, modules, and hooks of Python's."""
     label = label_of(path)
     held = module._c
-    attributes = torch_adapter.ScriptAttributes.of(held)
+    attributes = torchscript_adapter.ScriptAttributes.of(held)
     for names, role in ((attributes.parameters, Role.PARAMETER), (attributes.tensors, Role.BUFFER)):
         if names:
             yield Attributes(held, path, frozenset(names), label), role
     for name in attributes.values:
         read, write = functools.partial(_read, name), functools.partial(_write, name, held.getattr(name))
         yield Content(held, label(name), read, write), None
-    if (inner := torch_adapter.python_modules(module)) is not None:
+    if (inner := torchscript_adapter.python_modules(module)) is not None:
         yield Container(inner, path, label=label), None
     own = vars(module)
     kept = {name for name, value in own.items() if not isinstance(value, torch.ScriptMethod)}  # type: ignore[attr-defined]
