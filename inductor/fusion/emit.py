@@ -218,7 +218,8 @@ class _Emitter:
     def _fake(self, buffer: Buffer) -> torch.Tensor:
         if all(type(n) is int for n in (*buffer.sizes, *buffer.strides)):
             return torch_adapter.new_fake(self.mode, buffer.device, buffer.dtype, buffer.sizes, buffer.strides, 0, None)
-        with self.mode:
+        # Torch asks whether there are elements at all, which this form of the step need not know.
+        with torch_adapter.assuming_nothing(self.mode.shape_env), self.mode:
             return torch.empty_strided(
                 [self._size(n) for n in buffer.sizes],
                 [self._size(n) for n in buffer.strides],

@@ -123,7 +123,8 @@ def _head_of(node: Node) -> tuple[Node | None, Selection | None]:
     # Casts, scalings and soft-caps keep the width of the vocabulary: follow the first operand that has it.
     while node.target not in _PRODUCTS:
         candidates = [used for used in node.all_input_nodes if _is_tensor(used) and used.meta["val"].dim() > 0]
-        wide = [used for used in candidates if used.meta["val"].shape[-1] == width and used.meta["val"].dim() > 1]
+        widths = ((used, used.meta["val"].shape) for used in candidates)
+        wide = [used for used, shape in widths if len(shape) > 1 and torch_adapter.surely_equal(shape[-1], width)]
         if node.op != "call_function" or not wide:
             return None, None
         if node.target is aten.slice.Tensor:
