@@ -40,11 +40,13 @@ class _FloatUse:
         compared: the numbers that it compares them with.
         formulas: what it computes of one of them, and so does its backward.
         constants: other floats that it computes with.
+        legal: the least and the largest float that its kernels take. Another one is a guard by its value: they raise.
     """
 
     compared: tuple[float, ...] = ()
     formulas: tuple[Formula, ...] = ()
     constants: tuple[float, ...] = ()
+    legal: tuple[float, float] | None = None
 
 
 def _alpha_scale(p: Any) -> Any:
@@ -62,15 +64,16 @@ def _rounded(number: Any) -> Any:
 
 
 _PASSED_ON = _FloatUse()
-_PROBABILITY = _FloatUse((0.0, 1.0))
-_DROPOUT = _FloatUse((0.0, 1.0), (lambda p: 1 - p, lambda p: 1.0 / (1 - p)))
+_PROBABILITY = _FloatUse((0.0, 1.0), legal=(0.0, 1.0))
+_DROPOUT = _FloatUse((0.0, 1.0), (lambda p: 1 - p, lambda p: 1.0 / (1 - p)), legal=(0.0, 1.0))
 _ALPHA_DROPOUT = _FloatUse(
     (0.0, 1.0),
     (lambda p: 1 - p, _alpha_scale, lambda p: _ALPHA * _alpha_scale(p), lambda p: _ALPHA * _alpha_scale(p) * p),
 )
 _USES: dict[str, _FloatUse] = {
     **dict.fromkeys(("layer_norm", "group_norm", "instance_norm", "nan_to_num", "logit"), _PASSED_ON),
-    **dict.fromkeys(("huber_loss", "smooth_l1_loss", "multi_margin_loss", "rrelu", "rrelu_"), _PASSED_ON),
+    **dict.fromkeys(("huber_loss", "multi_margin_loss", "rrelu", "rrelu_"), _PASSED_ON),
+    "smooth_l1_loss": _FloatUse(legal=(0.0, math.inf)),
     **dict.fromkeys(("margin_ranking_loss", "hinge_embedding_loss"), _PASSED_ON),
     "poisson_nll_loss": _FloatUse(constants=(2 * math.pi,)),
     **dict.fromkeys(("normal", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_"), _PASSED_ON),
@@ -161,6 +164,8 @@ class FloatArguments:
             if argument == special:
                 return special
             bool(argument < special)  # the outcome is a guard
+        if use.legal is not None and not (use.legal[0] <= argument <= use.legal[1]):
+            return float(argument)
         tag = self._tags.tag(argument)
         for formula in use.formulas:
             self._tags.define(formula(tag), formula(argument))

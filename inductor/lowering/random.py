@@ -42,9 +42,9 @@ def _functional(op: Any) -> Any:
 def _dropout(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     p = args["p"]
-    # p = 1 is left to ATen: 1 / (1 - p) is infinite, and infinity times 0 NaN. A p that changes is never 1: for p = 1,
-    # torch issues other operations, which are another capture.
-    if args["train"] is False or (not isinstance(p, Node) and p >= 1):
+    # p = 1 is left to ATen: 1 / (1 - p) is infinite, and infinity times 0 NaN. So is a p that is no probability, for
+    # which ATen raises. A p that changes is neither: that is another capture.
+    if args["train"] is False or not (isinstance(p, Node) or 0 <= p < 1):
         return False
     # The backward reads the mask, so it is stored in any case, and what uses it here reads it too.
     store_result(out, random_values(out, "rand", 1) >= p, result=1)
@@ -59,8 +59,8 @@ def _dropout(out: Lowering, node: Node) -> bool:
 
 @register_lowering(aten.bernoulli.p, _functional(aten.bernoulli_.float))
 def _bernoulli(out: Lowering, node: Node) -> bool:
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    if _own_generator(node):
+    p: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    if _own_generator(node) or not (isinstance(p, Node) or 0 <= p <= 1):  # ATen raises
         return False
     # `rand` is below 1, so p = 1 gives ones only, and never below 0, so p = 0 gives zeros only.
     store_result(out, random_values(out, "rand") < p)
@@ -83,6 +83,8 @@ def _uniform(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     low, high = args["from"], args["to"]
     if out.fake().dtype != torch.float32 or _own_generator(node):
+        return False
+    if not (isinstance(low, Node) or isinstance(high, Node) or low <= high):  # ATen raises
         return False
     drawn = random_values(out, "rand")
     store_result(out, drawn * _of_float64(_float64(high) - _float64(low), drawn) + low)

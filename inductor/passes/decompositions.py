@@ -40,7 +40,7 @@ _AS_TORCH_DOES = [
     # losses
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.huber_loss_backward.default),
-    *(aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default),
+    *(aten.mse_loss.default, aten.mse_loss_backward.default),
     *(aten.smooth_l1_loss_backward.default, aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default),
     *(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
     # norms over groups, and lengths
@@ -99,6 +99,13 @@ def _cudnn_batch_norm_backward(
     return backward(grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True, True, True])
 
 
+def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: Any = 1.0) -> Any:
+    if isinstance(beta, float) and not beta >= 0:
+        return NotImplemented  # ATen raises
+    op = aten.smooth_l1_loss.default
+    return get_decompositions([op])[op](x, target, reduction, beta)
+
+
 def _split(x: Any, size: Any, dim: int = 0) -> list[Any]:
     length = x.shape[dim]
     # How many there are, torch has asked in the same way: the length may be a symbol, of which nothing else is known.
@@ -149,6 +156,7 @@ def _in_float32(op: OpOverload) -> Decomposition:
 
 
 _OWN: dict[OpOverload, Decomposition] = {
+    aten.smooth_l1_loss.default: _smooth_l1_loss,
     **{op: _in_float32(op) for op in _IN_FLOAT32},
     aten.convolution.default: im2col.convolution,
     aten.convolution_backward.default: im2col.convolution_backward,

@@ -16,6 +16,7 @@ from torch import nn
 
 import weft
 from weft import knobs, torch_adapter
+from weft.errors import StepFailed
 from weft.inductor.compiler import make_kernels
 from weft.inductor.fusion.kernel_stages import kernel_graph
 from weft.inductor.graph.aliasing import storages
@@ -265,3 +266,28 @@ def test_a_kernel_takes_numbers_of_numpys(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(
             trained_with_rates_of_numpys(weft.compile), trained_with_rates_of_numpys(lambda step: step)
         )
+
+
+FAILING: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "bernoulli": lambda x, p: torch.empty_like(x).bernoulli_(p) * x,
+    "dropout": lambda x, p: torch.native_dropout(x, p, True)[0],
+    "smooth_l1_loss": lambda x, beta: F.smooth_l1_loss(x, x * 2, beta=beta),
+}
+
+
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("wrong", [-0.5, math.nan])
+@pytest.mark.parametrize("name", FAILING)
+def test_numbers_that_atens_kernels_refuse_are_refused(
+    name: str, wrong: float, varies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["weft.program_form"], "compile_graph", by_kernels)
+    step = FAILING[name]
+    compiled = weft.compile(step)
+    with knobs.override(verify_graphs=True, cache_dir=""):
+        for number in (0.1, 0.2, 0.3) if varies else ():
+            compiled(torch.ones(3), number)
+        with pytest.raises(RuntimeError):
+            step(torch.ones(3), wrong)
+        with pytest.raises(StepFailed):
+            compiled(torch.ones(3), wrong)
