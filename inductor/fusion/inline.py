@@ -55,7 +55,7 @@ def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
     Args:
         guard: the context in which each nest is worked on.
     """
-    # Operations by buffer, counted: `_inline_producers` asks whether a reader is the only one.
+    # Operations by buffer, counted: `_Inliner` asks whether a reader is the only one.
     writers: dict[str, int] = {}
     readers: dict[str, int] = {}
     for operation in lowered.operations:

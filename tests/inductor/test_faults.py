@@ -200,7 +200,7 @@ WITH_KERNELS: dict[str, tuple[Plant, str]] = {
     ),
     "a lowering": (in_lowering(aten.tanh.default), "generated kernels for tanh"),
     "inlining of one operation": (
-        in_function(inline, "_inline_producers", lambda loop, *rest: "tanh" in loop.node.name),
+        in_function(inline._Inliner, "with_producers", lambda self, loop, *rest: "tanh" in loop.node.name),
         "generated kernels for tanh",
     ),
     "inlining as a whole": (in_function(generate_kernels, "inline"), "inlining of loop nests"),
