@@ -93,6 +93,8 @@ def compile_function(
     backend: Any = make_backend(target)
     # Fused multiply-adds are what CUDA's own compiler makes of ATen's kernels; the default of 3.10 will be without.
     wanted = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, "maxnreg": registers}
+    # Assertions are left out without `debug`. With it integers would be checked for overflow, too.
+    wanted |= {"debug": "tl.device_assert(" in function.src, "sanitize_overflow": False}
     options = backend.parse_options(wanted)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
@@ -204,6 +206,7 @@ def interpret(
         arguments = {n: _argument(kind, value) for (n, kind), value in zip(signature.items(), values, strict=True)}
         run = _device_function(function.fn).fn
         builder = interpreter.interpreter_builder
+        builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)  # assertions are run
         builder.set_grid_dim(*grid)
         for x in range(grid[0]):
             for y in range(grid[1]):

@@ -22,7 +22,7 @@ LANGUAGE = frozenset(
         *("abs", "ceil", "cos", "div_rn", "erf", "exp", "exp2", "floor", "fma", "log", "log2", "maximum", "minimum"),
         *("rsqrt", "sin", "sqrt", "sqrt_rn", "where", "philox", "uint_to_uniform_float", "pair_uniform_to_normal"),
         *("arange", "broadcast_to", "full", "join", "reshape", "zeros", "max", "min", "sum", "reduce", "PropagateNan"),
-        *("load", "store", "debug_barrier", "inline_asm_elementwise", "program_id", "cdiv", "range"),
+        *("load", "store", "debug_barrier", "device_assert", "inline_asm_elementwise", "program_id", "cdiv", "range"),
         *("static_range", "constexpr", "multiple_of", "pointer_type", "bfloat16", "float16", "float32", "float64"),
         *("float8e4nv", "float8e5", "int1", "int8", "int16", "int32", "int64", "uint8", "uint32"),
     }

@@ -41,6 +41,7 @@ from weft.inductor.loop_ir.ir import (
 )
 from weft.inductor.loop_ir.numbering import number_of, numbered
 from weft.inductor.loop_ir.ops import OPS
+from weft.inductor.loop_ir.value_ranges import Ranges
 from weft.inductor.lowering.registry import literal
 
 # Torch's own classes for division of sizes. All of them print as `//` and `%` where no operand is negative.
@@ -113,6 +114,9 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
         return Load(POSITIONS, Index([(value.axis, 1)]), torch.int64)
     if isinstance(value, Load):
         value = Load(value.buffer, _without_positions(value.index), value.dtype, value.mask, value.other)
+    if isinstance(value, Call) and value.op == "checked_index":
+        position, size = value.args
+        return _known_position(position, size, Ranges(sizes)) or value
     # The eager forms of random operations draw from torch's generator, not from the kernel's Philox counters.
     if isinstance(value, Call) and value.op not in ("rand", "randn") and all(isinstance(a, Const) for a in value.args):
         return _computed(value)
@@ -199,6 +203,17 @@ def _sum_of_single_term(total: Reduce, sizes: Sequence[Int]) -> Value:
     others.append(Call("ge", (at, Const(0, torch.int64)), torch.bool))
     others.append(Call("lt", (at, axes.integer(sizes[axis])), torch.bool))
     return Call("where", (functools.reduce(_both, others), value, zero), term.dtype)
+
+
+def _known_position(position: Value, size: Value, ranges: Ranges) -> Value | None:
+    """The position where it is known to be in ``range(size)``; without the choice for numbers that count from the end,
+    where none does."""
+    if isinstance(position, Call) and position.op == "where":
+        condition, _, unwrapped = position.args
+        if condition is Call("lt", (unwrapped, Const(0, torch.int64)), torch.bool) and ranges.nonnegative(unwrapped):
+            position = unwrapped
+    known, end = ranges.of(position), ranges.of(size)
+    return position if known and end and known[0] >= 0 and known[1] < end[0] else None
 
 
 def _conjuncts(condition: Value) -> list[Value]:

@@ -159,7 +159,8 @@ def _kernel_name(nest: Nest, layout: KernelPlan) -> str:
     """A name that says what the kernel does: its shape, its reductions and its three most expensive operations."""
     values = nest.values()
     reduces = dict.fromkeys(value.kind for value in values if isinstance(value, Reduce))
-    calls = dict.fromkeys(value.op for value in values if isinstance(value, Call) and value.op not in ("to", "where"))
+    plain = ("to", "where", "checked_index")
+    calls = dict.fromkeys(value.op for value in values if isinstance(value, Call) and value.op not in plain)
     # `sorted` is stable, so equal costs keep the order of the nest.
     dear = sorted(calls, key=lambda op: -OPS[op].cost)[:3]
     words = [layout.shape, *reduces, *dear] if calls or reduces else ["copy"]

@@ -318,6 +318,7 @@ class ValueWriter:
         """A load in the dtype of memory."""
         dims = self.at.tile(load.axes)
         masks = self._masks(load.axes, load.mask, scope)
+        self._assert_in_range(load.index, masks, scope)
         args = [self._pointer(load.buffer, load.index, load.axes, dims, scope)]
         if masks:
             args.append(" & ".join(masks))
@@ -329,6 +330,24 @@ class ValueWriter:
         if (hint := self._eviction(load)) is not None:
             args.append(f'eviction_policy="{hint}"')
         return f"tl.load({', '.join(args)})"
+
+    def _assert_in_range(self, index: Index, masks: Sequence[str], scope: Scope) -> None:
+        """Assert that positions which the data decides are those of the dimension, where the load reads."""
+        waiting = [value for value, _ in index.indirect]
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, Call):
+                continue
+            waiting += value.args
+            if value.op != "checked_index":
+                continue
+            at, size = scope.text(value), scope.text(value.args[1])
+            of = f" of a dimension of {size}" if isinstance(value.args[1], Const) else ""
+            mask = f", mask={' & '.join(masks)}" if masks else ""
+            condition = f"({at.at(SUM)} >= 0) & ({at.at(SUM)} < {size.at(SUM)})"
+            line = f'tl.device_assert({condition}, "index out of range{of}"{mask})'
+            if line not in scope.lines:
+                scope.lines.append(line)
 
     def _eviction(self, load: Load) -> str | None:
         """The eviction policy of a load: what a later pass or another program loads again is kept, the rest is not."""

@@ -133,6 +133,8 @@ OPS: dict[str, Op] = {
     "or": Op(2, torch.logical_or, BOOLS),
     "not": Op(1, torch.logical_not, BOOLS),
     "where": Op(3, torch.where, Signature.WHERE),
+    # (position, size) -> position, which a load that it addresses asserts to be one of a dimension of that size
+    "checked_index": Op(2, lambda position, size: position, INTEGERS, 0),
     # types: to the call's own dtype; `round_bfloat16`, `round_float16`: a float32 rounded to what the type can hold
     "to": Op(1, lambda a: a, Signature.CAST),
     "round_bfloat16": Op(1, lambda a: a.to(torch.bfloat16).float(), Signature.ROUNDING),

@@ -141,6 +141,12 @@ def call(op: str, *args: Any) -> Expression:
     return Expression(Call(op, tuple(operand.value for operand in operands), result))
 
 
+def checked_index(position: Value, size: Int) -> Value:
+    """A position (int64) that the data decides, of a dimension of ``size``. Loads at it assert that it is in
+    ``range(size)``, as eager's kernels do: they would read other elements else, or beyond the tensor."""
+    return Call("checked_index", (position, integer(size)), torch.int64)
+
+
 def where(condition: Expression, yes: Any, no: Any) -> Expression:
     """``yes`` where the condition holds, ``no`` elsewhere; one of the two may be a number."""
     # A number takes the type of the other branch, not of the condition.

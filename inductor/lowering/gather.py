@@ -17,7 +17,7 @@ from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer, size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Position, Store, Value, register_dtype
 from weft.inductor.lowering.elementwise import store_result
-from weft.inductor.lowering.expressions import Expression, constant, where
+from weft.inductor.lowering.expressions import Expression, checked_index, constant, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, register_lowering
 from weft.inductor.lowering.split import StagedReduction
 
@@ -32,7 +32,7 @@ def _picked(operand: Operand, axes: Sequence[int | None], dim: int, at: Value) -
     """The element at the nest's axes, at position ``at`` along dimension ``dim``."""
     index = operand.index([None if d == dim else axis for d, axis in enumerate(axes)])
     # Along a dimension of size 1 only 0 is legal, and the operand has no stride there.
-    indirect = [(at, operand.strides[dim])] if operand.sizes[dim] != 1 else []
+    indirect = [(checked_index(at, operand.sizes[dim]), operand.strides[dim])] if operand.sizes[dim] != 1 else []
     return Expression(operand.load(Index(index.strides, index.offset, indirect)))
 
 
@@ -96,7 +96,10 @@ def _index(out: Lowering, node: Node) -> bool:
         # Indices broadcast against each other, over axes that they share.
         at = out.value(indices[dim], [sizes[axis] for axis in axes], axes)
         if source.sizes[dim] != 1:
-            indirect.append((_wrapped(at, source.sizes[dim]), source.strides[dim]))
+            position = _wrapped(at, source.sizes[dim])
+            unsafe = node.target is aten._unsafe_index.Tensor  # of decompositions, which know their positions
+            position = position if unsafe else checked_index(position, source.sizes[dim])
+            indirect.append((position, source.strides[dim]))
     store_result(out, Expression(source.load(Index(index.strides, index.offset, indirect))))
     return True
 

@@ -14,7 +14,7 @@ import torch
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Index, Position, Reduce, Store, register_dtype
 from weft.inductor.lowering.elementwise import load_operand, store_result
-from weft.inductor.lowering.expressions import Expression, call, constant, logical_and, where
+from weft.inductor.lowering.expressions import Expression, call, checked_index, constant, logical_and, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 from weft.inductor.lowering.split import StagedReduction
 
@@ -121,7 +121,7 @@ def _labels_and_weights(
         return label, is_counted, where(is_counted, constant(1, dtype), 0)
     table = out.operand(weight)
     # Masked: an ignored label may be no class, and its weight is 0.
-    index = Index((), table.offset, [(label.value, table.strides[0])])
+    index = Index((), table.offset, [(checked_index(label.value, table.sizes[0]), table.strides[0])])
     return label, is_counted, Expression(table.load(index, is_counted.value, 0)).to(dtype)
 
 
@@ -137,7 +137,7 @@ def _nll_loss(out: Lowering, node: Node) -> bool:
     label, is_counted, weight = _labels_and_weights(out, args["target"], args["weight"], args["ignore_index"], wide)
     rows = scores.index([0, None])
     # One element of each row, though the operand has all classes: fusion computes it beside the row's log-softmax.
-    picked = Index(rows.strides, scores.offset, [(label.value, scores.strides[1])])
+    picked = Index(rows.strides, scores.offset, [(checked_index(label.value, scores.sizes[1]), scores.strides[1])])
     # An ignored label may be outside of the classes (-100 by default), so it must not be loaded.
     score = Expression(scores.load(picked, is_counted.value, 0)).to(wide)
     loss = -(score * weight)

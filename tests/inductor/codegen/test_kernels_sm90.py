@@ -10,7 +10,7 @@ import pytest
 import torch
 from example_graphs import EXAMPLES, example
 
-from weft import knobs, triton_adapter
+from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.inductor.codegen.kernel import generate, supports
 from weft.inductor.codegen.kernel_source import KernelSource
@@ -23,8 +23,9 @@ from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool
 
 SHARED = 227 * 1024  # bytes of a multiprocessor that one program may have
-# Bytes that a thread may spill. Kernels over long rows fill the registers, and triton 3.6 lacks two of GPT-2's loss.
-SPILLS = 8 if triton_adapter.version().startswith("3.6.") else 0
+# Bytes that a thread may spill. Kernels over long rows fill the registers; those of GPT-2's loss save two registers for
+# the call of a failed assertion, that a label is a class.
+SPILLS = 8
 MUCH = 1 << 20  # elements: what is smaller is not laid out for wide loads
 
 
