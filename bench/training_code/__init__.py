@@ -1,4 +1,4 @@
-"""Pieces of training code in the style of public repositories: what ``coverage.py`` calls the family ``code``.
+"""Pieces of training code in the style of public repositories: what ``model_coverage.py`` calls the family ``code``.
 
 Each piece is one ordinary training loop's step with the things that people write into it: counters, meters, clipping,
 schedules, gradient scaling, several optimizers, logging. Models are tiny; what counts is the code around them.
