@@ -1,4 +1,4 @@
-"""What a case of ``coverage.py`` is."""
+"""What a case of ``model_coverage.py`` is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of ``coverage.py``: the two smallest models by name of each family of timm, at their smallest input."""
+"""Cases of ``model_coverage.py``: the two smallest models by name of each family of timm, at their smallest input."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """How much of other people's training code weft captures, and whether the numbers are eager's, bit for bit.
 
-    python bench/model_coverage.py --family hf --out out/coverage.jsonl     # Hugging Face architectures, tiny configurations
-    python bench/model_coverage.py --family timm                            # one model of each family of timm
-    python bench/model_coverage.py --family code                            # pieces of training code (training_code.py)
-    python bench/model_coverage.py --report --out out/coverage.jsonl        # the table of what a file holds
-    python bench/model_coverage.py --gradients --family hf timm --out out/gradients.jsonl     # on a GPU, against float64
+    python bench/model_coverage.py --family hf --out out/coverage.jsonl  # Hugging Face architectures, tiny configurations
+    python bench/model_coverage.py --family timm  # one model of each family of timm
+    python bench/model_coverage.py --family code  # pieces of training code (training_code.py)
+    python bench/model_coverage.py --report --out out/coverage.jsonl  # the table of what a file holds
+    python bench/model_coverage.py --gradients --family hf timm --out out/gradients.jsonl  # on a GPU, against float64
 
 Every case trains for three calls on a CPU, eagerly and compiled, from the same seeds. What the step returned and the
 state that it trained are compared. Each case ends in one of these outcomes:
