@@ -1,7 +1,7 @@
 """Whether the kernels that weft generates compute the gradients of other people's models: eager in float64 decides.
 
-Each case of ``model_coverage.py`` that trains one module computes a loss and its gradients from the same weights, without
-dropout: eagerly in float64, eagerly in float32, and compiled in float32, at once and in a second call. The error of
+Each case of ``model_coverage.py`` that trains one module computes a loss and its gradients from the same weights,
+without dropout: eagerly in float64, eagerly in float32, and compiled in float32, at once and in a second call. The error of
 gradients is the 2-norm of their difference from float64's, over that of float64's gradients, of all parameters
 together. TF32 is off. Eager also computes with weights that differ by a rounding error, since a loss may be so steep
 that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it. Where

@@ -1,4 +1,4 @@
-"""Cases of ``model_coverage.py``: Hugging Face architectures in tiny configurations, in training mode with their dropout.
+"""Cases of ``model_coverage.py``: Hugging Face architectures in tiny configurations, in training mode with dropout.
 
 Every architecture of the library's own tables of models is tried. A configuration is made tiny by the names of its
 fields, so no list of models is kept here. What cannot be built or run eagerly in that size is not counted.

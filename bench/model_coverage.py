@@ -1,6 +1,6 @@
 """How much of other people's training code weft captures, and whether the numbers are eager's, bit for bit.
 
-    python bench/model_coverage.py --family hf --out out/coverage.jsonl  # Hugging Face architectures, tiny configurations
+    python bench/model_coverage.py --family hf --out out/coverage.jsonl  # architectures of Hugging Face, tiny
     python bench/model_coverage.py --family timm  # one model of each family of timm
     python bench/model_coverage.py --family code  # pieces of training code (training_code.py)
     python bench/model_coverage.py --report --out out/coverage.jsonl  # the table of what a file holds
