@@ -1,14 +1,14 @@
 """Whether the kernels that weft generates compute the gradients of other people's models: eager in float64 decides.
 
 Each case of ``model_coverage.py`` that trains one module computes a loss and its gradients from the same weights,
-without dropout: eagerly in float64, eagerly in float32, and compiled in float32, at once and in a second call. The error of
-gradients is the 2-norm of their difference from float64's, over that of float64's gradients, of all parameters
-together. TF32 is off. Eager also computes with weights that differ by a rounding error, since a loss may be so steep
-that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it. Where
-eager's error is above STEEP, or the compiled error is too large, each run is compared with a float64 run that replays
-its activation pattern (``activation_pattern.py``), and these errors decide. An error of eager's above UNDECIDED decides
-nothing: a batch norm over two values gives one and minus one, and its gradient is rounding alone. The case then runs
-with its batches joined to one. Outcomes beside those of ``model_coverage.py``:
+without dropout: eagerly in float64, eagerly in float32, and compiled in float32, at once and in a second call. The
+error of gradients is the 2-norm of their difference from float64's, over that of float64's gradients, of all
+parameters together. TF32 is off. Eager also computes with weights that differ by a rounding error, since a loss may be
+so steep that no implementation is exact: one input of a ReLU within rounding of zero changes all gradients before it.
+Where eager's error is above STEEP, or the compiled error is too large, each run is compared with a float64 run that
+replays its activation pattern (``activation_pattern.py``), and these errors decide. An error of eager's above
+UNDECIDED decides nothing: a batch norm over two values gives one and minus one, and its gradient is rounding alone.
+The case then runs with its batches joined to one. Outcomes beside those of ``model_coverage.py``:
 
     equal       the compiled gradients' error is at most TOLERANCE times eager's largest, or below NOISE
     different   it is larger
