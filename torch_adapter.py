@@ -1247,12 +1247,16 @@ def assuming_nothing(shape_env: ShapeEnv | None) -> Iterator[list[Any]]:
             answered.append(fact)
         return found
 
+    outer = vars(shape_env).get("evaluate_expr")
     shape_env.evaluate_expr = answer  # type: ignore[method-assign]
     try:
         with shape_env.suppress_guards():
             yield answered
     finally:
-        del shape_env.evaluate_expr
+        if outer is None:
+            del shape_env.evaluate_expr
+        else:
+            shape_env.evaluate_expr = outer
 
 
 def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:

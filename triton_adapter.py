@@ -206,7 +206,6 @@ def interpret(
         arguments = {n: _argument(kind, value) for (n, kind), value in zip(signature.items(), values, strict=True)}
         run = _device_function(function.fn).fn
         builder = interpreter.interpreter_builder
-        builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)  # assertions are run
         builder.set_grid_dim(*grid)
         for x in range(grid[0]):
             for y in range(grid[1]):
@@ -261,12 +260,14 @@ def _interpreted_language(function: Any) -> Iterator[None]:
                 names[name] = _device_function(value.fn)
     builder: Any = interpreter.InterpreterBuilder
     plain = builder.cast_impl, builder.create_fp_to_fp, builder.create_splat, builder.create_fma
+    options = interpreter.interpreter_builder.options
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         # 3.6 asks numpy for the int of an array of one element, which numpy 2.4 refuses.
         scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
         builder.cast_impl, builder.create_fp_to_fp = _casts(*plain[:2])
         builder.create_splat = _splat
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         if not hasattr(interpreter._interpreter, "fma_fp32"):
             builder.create_fma = _fma
         with triton.knobs.runtime.scope():
@@ -274,6 +275,7 @@ def _interpreted_language(function: Any) -> Iterator[None]:
             yield
     finally:
         builder.cast_impl, builder.create_fp_to_fp, builder.create_splat, builder.create_fma = plain
+        interpreter.interpreter_builder.options = options
         scope.restore()
         for names, name, value in changes:
             names[name] = value

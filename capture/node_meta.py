@@ -74,6 +74,7 @@ META_KEYS: tuple[MetaKey, ...] = (
     MetaKey("members", (tuple,), Inherit.MERGED, "positions of the captured collectives that it carries", _joined),
     MetaKey("param_names", (tuple,), Inherit.MERGED, "names of the parameters that a collective moves", _joined),
     MetaKey("regathers", (int,), Inherit.MERGED, "all-gathers of a bucket that repeat an earlier all-gather", sum),
+    MetaKey("held", (bool,), Inherit.MERGED, "of a collective: the caller of some rank holds a result of it", any),
     MetaKey("transport", (str,), Inherit.COPIED, "transport that the schedule chose for a collective"),
     MetaKey("arena_slots", (tuple,), Inherit.DROPPED, "for each result its place in the symmetric arena, or None"),
 )

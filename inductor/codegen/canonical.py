@@ -115,8 +115,9 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
     if isinstance(value, Load):
         value = Load(value.buffer, _without_positions(value.index), value.dtype, value.mask, value.other)
     if isinstance(value, Call) and value.op == "checked_index":
-        position, size = value.args
-        return _known_position(position, size, Ranges(sizes)) or value
+        position, size, condition = value.args
+        never = isinstance(condition, Const) and not condition.value
+        return position if never else _known_position(position, size, Ranges(sizes)) or value
     # The eager forms of random operations draw from torch's generator, not from the kernel's Philox counters.
     if isinstance(value, Call) and value.op not in ("rand", "randn") and all(isinstance(a, Const) for a in value.args):
         return _computed(value)

@@ -215,7 +215,7 @@ def _rounded(half: str) -> Write:
 
 
 _WRITE: dict[str, Write] = {
-    "checked_index": lambda value, position, size: position,  # loads assert it, see `ValueWriter`
+    "checked_index": lambda value, position, *checked: position,  # `ValueWriter` writes the assertion
     "add": _operator("+", SUM),
     "sub": _operator("-", SUM),
     "mul": _operator("*", PRODUCT),
@@ -284,4 +284,4 @@ INFIX = frozenset({"add", "sub", "mul", "div", "shift_left", "shift_right", "eq"
     "bitwise_xor",
 }
 # Operands that are written more than once.
-REPEATS = frozenset({"isnan"})
+REPEATS = frozenset({"isnan", "checked_index"})

@@ -313,7 +313,6 @@ class KernelBody(ValueWriter):
             # A load is never written inline: its place in the order of statements is decided here, not by the
             # compiler.
             inline = uses[value] <= 1 and value not in elsewhere and len(text.code) <= _MAX_INLINE_CHARACTERS
-            inline = inline and not (isinstance(value, Call) and value.op == "checked_index")  # its bounds are asserted
             # Names for these would only make the text longer; a position that is one variable has a name already.
             plain = isinstance(value, (Const, Scalar)) or (is_position(value) and text.level == ATOM)
             if plain or (inline and (isinstance(value, (Call, ReductionResult)) or is_position(value))):

@@ -138,6 +138,8 @@ class ValueWriter:
             return expressions.call("tl.reshape", code, self.at.shape(self.at.tile(value.axes)))
         if value.op == "eq" and (found := self._compare_within_block(value, scope)) is not None:
             return found
+        if value.op == "checked_index":
+            self._assert_in_range(value, scope)
         # 32-bit operands give a 32-bit result, which wraps around silently where it does not fit.
         fits = value.dtype == torch.int64 and self.ranges.fits(value)
         operands = []
@@ -156,6 +158,15 @@ class ValueWriter:
         # One 64-bit operand makes the result 64 bits in Triton, whether or not its range needs them.
         whole = [text.narrow for text, arg in zip(operands, value.args, strict=True) if arg.dtype == torch.int64]
         return Text(text.code, text.level, narrow=fits and all(whole))
+
+    def _assert_in_range(self, value: Call, scope: Scope) -> None:
+        """Write the assertion of a position that the data decides, in the elements that the nest has."""
+        position, size, condition = value.args
+        at, end = (scope.text(each).at(SUM) for each in (position, size))
+        of = f" of a dimension of {end}" if isinstance(size, Const) else ""
+        masks = self._masks(value.axes, None if isinstance(condition, Const) else condition, scope)
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        scope.lines.append(f'tl.device_assert(({at} >= 0) & ({at} < {end}), "index out of range{of}"{mask})')
 
     def _compare_within_block(self, value: Call, scope: Scope) -> Text | None:
         """``position == number`` with 32 bits, as a comparison of offsets inside the loop's block.
@@ -318,7 +329,6 @@ class ValueWriter:
         """A load in the dtype of memory."""
         dims = self.at.tile(load.axes)
         masks = self._masks(load.axes, load.mask, scope)
-        self._assert_in_range(load.index, masks, scope)
         args = [self._pointer(load.buffer, load.index, load.axes, dims, scope)]
         if masks:
             args.append(" & ".join(masks))
@@ -330,24 +340,6 @@ class ValueWriter:
         if (hint := self._eviction(load)) is not None:
             args.append(f'eviction_policy="{hint}"')
         return f"tl.load({', '.join(args)})"
-
-    def _assert_in_range(self, index: Index, masks: Sequence[str], scope: Scope) -> None:
-        """Assert that positions which the data decides are those of the dimension, where the load reads."""
-        waiting = [value for value, _ in index.indirect]
-        while waiting:
-            value = waiting.pop()
-            if not isinstance(value, Call):
-                continue
-            waiting += value.args
-            if value.op != "checked_index":
-                continue
-            at, size = scope.text(value), scope.text(value.args[1])
-            of = f" of a dimension of {size}" if isinstance(value.args[1], Const) else ""
-            mask = f", mask={' & '.join(masks)}" if masks else ""
-            condition = f"({at.at(SUM)} >= 0) & ({at.at(SUM)} < {size.at(SUM)})"
-            line = f'tl.device_assert({condition}, "index out of range{of}"{mask})'
-            if line not in scope.lines:
-                scope.lines.append(line)
 
     def _eviction(self, load: Load) -> str | None:
         """The eviction policy of a load: what a later pass or another program loads again is kept, the rest is not."""

@@ -133,6 +133,7 @@ class _Emitter:
 
     def _written_over(self, node: Node) -> Any:
         """The fake value of a call that writes in place: results lie in its operands, which kernels may have made."""
+        # A result that is another part of an operand keeps its storage, and liveness counts both as one.
         place = lambda val: (torch_adapter.storage_key(val), val.storage_offset(), layout_text(val))
         moved = {}
         for used in node.all_input_nodes:

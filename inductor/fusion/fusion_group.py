@@ -37,7 +37,8 @@ class FusionGroup:
 
     Attributes:
         members: positions of the operations, and their axes in the group's.
-        reads, writes: indices over the group's axes, by buffer; None where a buffer is accessed in several ways.
+        reads, writes: indices over the group's axes, by buffer. None in ``writes`` where a buffer is stored under a
+            mask, at positions that the data decides, or by several stores.
         reduced: the sets of axes reduced over.
         first, last: positions of the first and the last member in the step.
     """

@@ -48,8 +48,8 @@ class Fragment:
 def trace(
     function: Callable[..., Any], node: Node, mode: FakeTensorMode, numbers: Mapping[sympy.Symbol, Number]
 ) -> Fragment | None:
-    """What ``function`` does in the place of ``node``; None where it says NotImplemented, or asks about sizes what was
-    not asked before: for one that only the data decides there is no answer, and the graph is for other sizes too.
+    """What ``function`` does in the place of ``node``; None where it says NotImplemented, or where it asks about
+    sizes what the capture did not. The graph is for other sizes too, and only the data decides some of them.
 
     Args:
         numbers: each symbol of the operands' sizes as a number.

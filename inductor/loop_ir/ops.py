@@ -35,6 +35,7 @@ class Signature(Enum):
     CAST = "anything -> anything"
     ROUNDING = "float32 -> float32"
     RANDOM = "two int64 -> float32"
+    POSITION = "two int64 and a bool -> int64"
     SUM = "numbers, or bools that are counted as integers"
 
 
@@ -133,8 +134,8 @@ OPS: dict[str, Op] = {
     "or": Op(2, torch.logical_or, BOOLS),
     "not": Op(1, torch.logical_not, BOOLS),
     "where": Op(3, torch.where, Signature.WHERE),
-    # (position, size) -> position, which a load that it addresses asserts to be one of a dimension of that size
-    "checked_index": Op(2, lambda position, size: position, INTEGERS, 0),
+    # (position, size, condition) -> position; a kernel asserts that it is in range(size) where the condition holds
+    "checked_index": Op(3, lambda position, size, condition: position, Signature.POSITION, 0),
     # types: to the call's own dtype; `round_bfloat16`, `round_float16`: a float32 rounded to what the type can hold
     "to": Op(1, lambda a: a, Signature.CAST),
     "round_bfloat16": Op(1, lambda a: a.to(torch.bfloat16).float(), Signature.ROUNDING),

@@ -349,6 +349,9 @@ _FITS: Mapping[Signature, Callable[[list[torch.dtype], torch.dtype], bool]] = {
         (operands[0] == dtype and _numbers(dtype)) or (operands[0] == torch.bool and _integers(dtype))
     ),
     Signature.RANDOM: lambda operands, dtype: set(operands) == {torch.int64} and dtype == torch.float32,
+    Signature.POSITION: lambda operands, dtype: (
+        [*operands, dtype] == [torch.int64, torch.int64, torch.bool, torch.int64]
+    ),
 }
 
 

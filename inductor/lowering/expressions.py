@@ -13,7 +13,7 @@ import torch
 
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Call, Const, Int, Value
-from weft.inductor.lowering.registry import convert, number
+from weft.inductor.lowering.registry import convert, literal, number
 
 # Everything else has the dtype of its operands, which :func:`call` has made equal.
 _BOOL_RESULTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "isinf"})
@@ -141,10 +141,12 @@ def call(op: str, *args: Any) -> Expression:
     return Expression(Call(op, tuple(operand.value for operand in operands), result))
 
 
-def checked_index(position: Value, size: Int) -> Value:
-    """A position (int64) that the data decides, of a dimension of ``size``. Loads at it assert that it is in
-    ``range(size)``, as eager's kernels do: they would read other elements else, or beyond the tensor."""
-    return Call("checked_index", (position, integer(size)), torch.int64)
+def checked_index(position: Value, size: Int, condition: Value | None = None) -> Value:
+    """A position (int64) that the data decides, of a dimension of ``size``. Kernels assert that it is in
+    ``range(size)`` where ``condition`` holds, as eager's kernels do: without the assertion, a load would read another
+    element or beyond the tensor."""
+    condition = literal(True, torch.bool) if condition is None else condition
+    return Call("checked_index", (position, integer(size), condition), torch.int64)
 
 
 def where(condition: Expression, yes: Any, no: Any) -> Expression:

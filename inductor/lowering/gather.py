@@ -205,7 +205,7 @@ def _index_put(out: Lowering, node: Node) -> bool:
     sums = _SumByIndex(out, args["values"], sizes, target[0], range(len(indexed)))
     if not sums.few():
         return False
-    at = Expression(_wrapped(sums.index(indices[0]).value, target[0]))
+    at = Expression(checked_index(_wrapped(sums.index(indices[0]).value, target[0]), target[0]))
     sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], args["self"])
     return True
 
@@ -228,6 +228,7 @@ def _put_at(out: Lowering, base: Any, dim: int, at: Value, value: Expression, ac
     """``base`` with ``value`` at position ``at`` along ``dim``, one position for each point of the other dimensions: a
     choice at each element, which other kernels compute in passing. One-hot rows are of this kind."""
     x = Expression(out.value(base, out.result().sizes))
+    at = checked_index(at, out.result().sizes[dim])
     here = Expression(at) == Expression(Position(dim))
     store_result(out, where(here, x + value if accumulate else value, x))
 
@@ -287,7 +288,8 @@ def _index_add(out: Lowering, node: Node) -> bool:
     sums = _SumByIndex(out, args["source"], rows, target[0], [0])
     if not sums.few() or len(out.operand(args["index"]).sizes) != 1:
         return False
-    sums.store(sums.index(args["index"]), [0, *range(2, len(rows) + 1)], args["self"], args["alpha"])
+    at = Expression(checked_index(sums.index(args["index"]).value, target[0]))
+    sums.store(at, [0, *range(2, len(rows) + 1)], args["self"], args["alpha"])
     return True
 
 
@@ -305,5 +307,5 @@ def _scatter_add(out: Lowering, node: Node) -> bool:
     if not sums.few():
         return False
     axes = [0 if axis == dim else axis + 1 for axis in range(len(target))]
-    sums.store(sums.index(args["index"]), axes, args["self"])
+    sums.store(Expression(checked_index(sums.index(args["index"]).value, target[dim])), axes, args["self"])
     return True

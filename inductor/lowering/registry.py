@@ -333,11 +333,15 @@ def masked(value: Value, mask: Value, other: float) -> Value:
     """``value`` where ``mask`` holds, ``other`` elsewhere, where nothing is read."""
 
     def mask_load(old: Value) -> Value:
-        # Where the mask is off, the index may lie outside of the buffer.
-        if not isinstance(old, Load):
-            return old
-        both = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
-        return Load(old.buffer, old.index, old.dtype, both, old.other)
+        # Where the mask is off, the index may lie outside of the buffer, and a position outside of its dimension.
+        if isinstance(old, Load):
+            both = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
+            return Load(old.buffer, old.index, old.dtype, both, old.other)
+        if isinstance(old, Call) and old.op == "checked_index":
+            position, size, condition = old.args
+            both = mask if isinstance(condition, Const) else Call("and", (mask, condition), torch.bool)
+            return Call(old.op, (position, size, both), old.dtype)
+        return old
 
     # The loads are masked for their addresses, the result for its value: an operation on masked loads need not give
     # what is wanted there (exp(0) is 1).

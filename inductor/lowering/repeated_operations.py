@@ -1,7 +1,8 @@
 """Lowering an operation once for all layers that repeat it.
 
-A lowering sees the arguments of an operation, how its tensor operands lie in memory, and its results. Two operations
-that agree in these have the same loops over other buffers, so the second takes those of the first. Nothing is shared
+A lowering sees the arguments of an operation, how its tensor operands and what they are views of lie in memory, from
+which numbers an operand such as ``arange(6)`` was made, and the results. Two operations that agree in these have the
+same loops over other buffers, so the second takes those of the first. Nothing is shared
 where a lowering depends on anything else: on numbers of the step, which may change, or on a seed of random numbers, of
 which each operation has its own.
 """
@@ -116,11 +117,22 @@ class RepeatedOperations:
             number = operands.setdefault(operand.buffer, len(operands))
             layout = operand.dtype, operand.sizes, operand.strides, operand.offset
             base = base_of_views(self._lowered.operands, arg)
-            orders = self._lowered.orders.strides(operand, self._lowered.buffers)
-            return number, layout, (base.sizes, base.strides), orders, val.device, is_lazy(val)
+            orders = [self._lowered.orders.strides(each, self._lowered.buffers) for each in (operand, base)]
+            made = self._made_of_numbers(arg)
+            if made is None:
+                return None
+            return number, layout, (base.sizes, base.strides), tuple(orders), val.device, is_lazy(val), made
         if type(arg) is float:
             return float, repr(arg)
         return (type(arg), arg) if isinstance(arg, _CONSTANTS) else None
+
+    def _made_of_numbers(self, arg: Node) -> Hashable | None:
+        """How a tensor was made that no tensor went into: lowerings ask whether one is ``arange(rows)``. "" of others;
+        None where a number of the step decides."""
+        if arg.op != "call_function" or any(isinstance(n.meta.get("val"), torch.Tensor) for n in arg.all_input_nodes):
+            return ""
+        arguments = self._argument((arg.args, tuple(arg.kwargs.items())), {})
+        return None if arguments is None else (arg.target, arguments)
 
 
 def _result(val: Any) -> Hashable | None:

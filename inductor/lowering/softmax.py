@@ -121,7 +121,8 @@ def _labels_and_weights(
         return label, is_counted, where(is_counted, constant(1, dtype), 0)
     table = out.operand(weight)
     # Masked: an ignored label may be no class, and its weight is 0.
-    index = Index((), table.offset, [(checked_index(label.value, table.sizes[0]), table.strides[0])])
+    at = checked_index(label.value, table.sizes[0], is_counted.value)
+    index = Index((), table.offset, [(at, table.strides[0])])
     return label, is_counted, Expression(table.load(index, is_counted.value, 0)).to(dtype)
 
 
@@ -137,7 +138,8 @@ def _nll_loss(out: Lowering, node: Node) -> bool:
     label, is_counted, weight = _labels_and_weights(out, args["target"], args["weight"], args["ignore_index"], wide)
     rows = scores.index([0, None])
     # One element of each row, though the operand has all classes: fusion computes it beside the row's log-softmax.
-    picked = Index(rows.strides, scores.offset, [(checked_index(label.value, scores.sizes[1]), scores.strides[1])])
+    at = checked_index(label.value, scores.sizes[1], is_counted.value)
+    picked = Index(rows.strides, scores.offset, [(at, scores.strides[1])])
     # An ignored label may be outside of the classes (-100 by default), so it must not be loaded.
     score = Expression(scores.load(picked, is_counted.value, 0)).to(wide)
     loss = -(score * weight)

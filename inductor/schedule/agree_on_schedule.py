@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of, is_collective
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster
+from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.node_order import put, reorder, together
 from weft.inductor.graph.pass_runner import PassRunner, changes_bits, keeps_bits, required
 from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
@@ -37,6 +38,7 @@ from weft.inductor.schedule.returned_numbers import without_returned_numbers
 from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
+from weft.inductor.transports.peer_calls import is_held
 from weft.inductor.transports.rendezvous import peer_rendezvous
 from weft.rank_watch import listed
 from weft.transport_rows import LIBRARY
@@ -101,11 +103,17 @@ def _common_schedule(
     """The schedule that rank 0 makes; None if the ranks' kernels differ."""
     made: list[Schedule] = []
 
-    def decide() -> Decisions:
+    def decide(held: Collection[int]) -> Decisions:
+        # What another rank returns can have a collective's result in it. No rank may leave that in the arena.
+        for at, node in enumerate(step.graph.nodes):
+            if at in held:
+                node.meta["held"] = True
         made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups))
         return made[0].decisions
 
-    decisions = agree_on_decisions(structure(step), decide)
+    escaped = escaping(step)
+    held = [at for at, node in enumerate(step.graph.nodes) if is_collective(node) and is_held(node, escaped)]
+    decisions = agree_on_decisions(structure(step), decide, held)
     if decisions is None:
         return None
     # Behind the decision, so that a rank that has failed does not leave the others here without an answer.
@@ -210,7 +218,9 @@ def in_captured_order(step: StepGraph) -> StepGraph:
     return step
 
 
-def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions | None:
+def agree_on_decisions(
+    own: str, decide: Callable[[Collection[int]], Decisions], held: Collection[int] = ()
+) -> Decisions | None:
     """The decisions of rank 0, on every rank; None on all ranks if the structures of their graphs differ.
 
     All ranks of the default group must call this for the same steps in the same order. In a fake world, and at world
@@ -218,7 +228,8 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
 
     Args:
         own: the structure of this rank's graph, see :func:`weft.inductor.schedule.decisions.structure`.
-        decide: called on rank 0 only.
+        decide: called on rank 0 only, with the positions that any rank holds.
+        held: positions of the collectives of which a result needs memory of its own on this rank.
 
     Raises, on every rank:
         errors.ScheduleTimeout: a rank did not arrive within ``knobs.peer_timeout_s`` seconds.
@@ -227,7 +238,7 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
         errors.ScheduleLost: ``decide`` raised another error; rank 0 raises that one.
     """
     if torch_adapter.world_size() == 1 or current_fake_world() is not None:
-        return decide()
+        return decide(held)
     # Three messages per rank, whatever the world size: each posts the structure of its graph; rank 0 reads all of them,
     # decides, and posts one reply; each reads the reply. Nobody decides before all have arrived, and no collective is
     # involved: that would hang where ranks differ.
@@ -241,7 +252,7 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
     rendezvous = StoreRendezvous("schedule", ranks, rank, knobs.peer_timeout_s, late)
     # Rank 0 alone reads all structures, and they are hashes: the store serves one message per rank and answer, not one
     # per pair of ranks.
-    rendezvous.post(f"structure/{rank}", own)
+    rendezvous.post(f"structure/{rank}", json.dumps([own, [*held]]))
     if rank == 0:
         decisions = _lead(rendezvous, decide)
     else:
@@ -252,17 +263,18 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
     return decisions
 
 
-def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decisions | None:
+def _lead(rendezvous: StoreRendezvous, decide: Callable[[Collection[int]], Decisions]) -> Decisions | None:
     # Posted in `finally`, whatever happens: ranks that get no answer would wait until the timeout.
     reply: dict[str, Any] = {"failed": "rank 0 stopped"}
     try:
         # Before the search, which can take seconds and would be in vain.
-        structures = rendezvous.read_all([f"structure/{rank}" for rank in rendezvous.ranks])
+        posted = [json.loads(text) for text in rendezvous.read_all([f"structure/{rank}" for rank in rendezvous.ranks])]
+        structures = [own for own, _ in posted]
         if len(set(structures)) > 1:
             reply = {"differ": True}
             log.warning("%s", _difference(structures))
             return None
-        decisions = decide()
+        decisions = decide(frozenset[int]().union(*(held for _, held in posted)))
         reply = {"decisions": decisions.text()}
         return decisions
     except errors.MemoryLimitUnreachable as error:

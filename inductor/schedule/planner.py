@@ -350,6 +350,7 @@ class _Planner:
     def reserve(self) -> int:
         """Room for prefetched parameters in bytes: the largest balanced size of their buckets, though a bucket may be
         larger. Prefetching holds the gathered bucket before its first use, which the low-memory order never does."""
+        # The casts that the constructor has inserted for libraries belong to reductions; these are gathers.
         prefetched = [balanced for of, _, _, balanced in self.priced(self.whole) if of[0].depends_on_model_only]
         return int(max((size for size in prefetched if size < math.inf), default=0))
 

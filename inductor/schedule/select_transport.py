@@ -18,12 +18,11 @@ from weft.capture.node_kinds import group_of
 from weft.errors import UnknownOption
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer, transports_for
-from weft.inductor.graph.aliasing import is_lazy, read_by_storage
+from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.collectives import collective_op, payload_of, reduction_of, results_of
 from weft.inductor.graph.escapes import escaping
-from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.sizes import layout_text
-from weft.inductor.transports.peer_calls import results_in_arena, unsupported_reason
+from weft.inductor.transports.peer_calls import is_held, results_in_arena, unsupported_reason
 from weft.transport_rows import LIBRARIES, LIBRARY
 
 Node = torch.fx.Node
@@ -68,12 +67,11 @@ def choose_transports(
 def _alike(node: Node, escaped: Set[Node]) -> tuple[Any, ...]:
     """All that the transport of a collective follows from, beside the groups of the step: collectives with equal keys
     get the same one."""
-    waits = waits_of(node)
-    arena = escaped.isdisjoint(waits) and not any(map(read_by_storage, waits))
+    held = is_held(node, escaped)
     vals = [*(used.meta["val"] for used in payload_of(node)), *results_of(node)]
     reduction = reduction_of(node) if collective_op(node.target) is not None else ""
     counts = len(payload_of(node)), len(results_of(node))
-    return node.target, group_of(node), reduction, arena, counts, *((*layout_text(val), is_lazy(val)) for val in vals)
+    return node.target, group_of(node), reduction, held, counts, *((*layout_text(val), is_lazy(val)) for val in vals)
 
 
 def carriers(

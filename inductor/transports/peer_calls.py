@@ -340,10 +340,22 @@ def _class_of(name: str) -> type[PeerCall] | None:
     return _CLASSES.get(name) if name in TRANSPORTS else None
 
 
+def is_held(node: Node, escaped: Set[Node]) -> bool:
+    """Whether a result of a collective needs memory of its own, which a step leaves to its caller, of this rank or of
+    another (``meta["held"]``), or which is read by its storage.
+
+    Args:
+        escaped: see :func:`escaping`.
+    """
+    waits = waits_of(node)
+    return bool(node.meta.get("held")) or not escaped.isdisjoint(waits) or any(map(read_by_storage, waits))
+
+
 def unsupported_reason(step: StepGraph, node: Node, transport: str, escaped: Set[Node] | None = None) -> str | None:
     """Why ``transport`` does not support the collective that ``node`` starts, as a message; None if it does.
 
-    It looks at the graph only, so all ranks get the same answer. Whether the ranks have peer access is another
+    It looks at the graph only. What a rank alone returns is known to all ranks (``meta["held"]``), so all get the same
+    answer. Whether the ranks have peer access is another
     question: see :func:`weft.inductor.transports.symmetric_memory.reachable`.
 
     Args:
@@ -397,13 +409,8 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str, escaped: Set
     if not all(val.numel() and val.is_contiguous() for val in outputs):
         return "a result is empty or has gaps"
     # The next step reuses the arena, and a tensor's storage there is the whole arena.
-    if results_in_arena(transport):
-        waits = waits_of(node)
-        if not (escaping(step) if escaped is None else escaped).isdisjoint(waits):
-            return "a result is held after the step, and would lie in memory that the next step uses"
-        # `untyped_storage()` of a result would be that of the whole arena.
-        if any(map(read_by_storage, waits)):
-            return "a result is read by its storage, and would lie in that of the arena"
+    if results_in_arena(transport) and is_held(node, escaping(step) if escaped is None else escaped):
+        return "a result is held after the step, or read by its storage: the arena is that of the next step too"
     return None
 
 

@@ -235,7 +235,7 @@ NUMBERS += [7.25, -7.25, 12.0, 50.0, -50.0, 89.0, -110.0, 1e10, -1e10, 8388607.5
 INTEGERS = [0, 1, -1, 2, -2, 3, -3, 5, 7, -7, 10, 31, 100, -100]
 TO_BOOL = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "isinf"}
 OF_INTEGERS = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right"}
-OF_INTEGERS |= {"floordiv", "truncdiv", "checked_index"}
+OF_INTEGERS |= {"floordiv", "truncdiv"}
 OF_BOTH = {"add", "sub", "mul", "neg", "abs", "sign", "minimum", "maximum", "pow", "where"} | TO_BOOL - {
     "and",
     "or",
@@ -244,7 +244,7 @@ OF_BOTH = {"add", "sub", "mul", "neg", "abs", "sign", "minimum", "maximum", "pow
     "isinf",
 }
 REMAINDERS = {"mod", "fmod"}
-NEITHER = {"to", "round_bfloat16", "round_float16", "rand", "randn", "and", "or", "not"}
+NEITHER = {"checked_index", "to", "round_bfloat16", "round_float16", "rand", "randn", "and", "or", "not"}
 
 
 @pytest.mark.parametrize("dtype", [f32, f64, i64, torch.int32, torch.int8, torch.uint8], ids=str)

@@ -36,6 +36,33 @@ CASES: dict[str, tuple[Step, tuple[torch.Tensor, ...], tuple[int, ...]]] = {
         (ROWS, torch.tensor([6, 1, 2])),
         (7, -6),
     ),
+    # The table is computed where it is read, and loads nothing.
+    "rows of one-hot vectors": (lambda i: torch.eye(10)[i] * 2, (torch.tensor([0, 9, -10]),), (10, -11)),
+    "an arange": (lambda i: torch.arange(5)[i] * 2, (torch.tensor([4, -5, 0]),), (5, -6)),
+    "a lower triangle": (lambda i: torch.tril(torch.ones(5, 5))[i] * 2, (torch.tensor([4, 2]),), (5,)),
+    "a concatenation": (lambda x, i: torch.cat([x, x * 2])[i] * 2, (ROWS, torch.tensor([11, -12])), (12, -13)),
+    "a padded tensor": (lambda x, i: F.pad(x[0], (1, 1))[i] * 2, (ROWS, torch.tensor([41, -42])), (42, -43)),
+    "positions that are a part": (
+        lambda x, i: x[torch.cat([torch.arange(5)[i - 6], torch.arange(3)])] * 2,
+        (ROWS, torch.tensor([6, 7, 10])),
+        (11, 0),
+    ),
+    "positions that are padded": (
+        lambda x, i: x[F.pad(torch.arange(5)[i - 6], (0, 3))] * 2,
+        (ROWS, torch.tensor([6, 7, 10])),
+        (11, 0),
+    ),
+    "scatter": (lambda x, i: x.scatter(1, i[:, None], 1.0) * 2, (ROWS, torch.tensor([0, 39, 5, 1, 2, 3])), (40, -1)),
+    "index_put": (
+        lambda x, i: x.index_put((torch.arange(6), i), torch.ones(6)) * 2,
+        (ROWS, torch.tensor([0, 39, -40, 1, 2, 3])),
+        (40, -41),
+    ),
+    "index_add": (
+        lambda x, i: torch.zeros(3, 40).index_add(0, i, x) * 2,
+        (ROWS, torch.tensor([0, 2, 1, 1, 0, 2])),
+        (3,),
+    ),
     "cross_entropy": (F.cross_entropy, (ROWS, torch.tensor([0, 39, -100, 4, 5, 6])), (40, -1)),
     "cross_entropy with weights": (
         lambda w, x, t: F.cross_entropy(x, t, w),

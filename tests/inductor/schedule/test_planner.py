@@ -9,7 +9,7 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -580,7 +580,7 @@ def test_a_limit_that_cannot_be_met_is_an_error_on_every_rank() -> None:
 
 
 def meets(rank: int, world: int, absent: int, fails: bool) -> str:
-    def decide() -> Decisions:
+    def decide(held: Collection[int]) -> Decisions:
         if fails:
             raise RuntimeError("no idea")
         return Decisions(bucket_positions=((1, 2),), order=(0, 1, 2))
