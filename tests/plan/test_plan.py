@@ -15,7 +15,7 @@ import weft
 from weft import knobs
 from weft.errors import BranchesOnInteger, UnknownOption
 from weft.inductor.cost import collective_cost
-from weft.inductor.fusion import fuse
+from weft.inductor.fusion import fusion_group
 from weft.inductor.loop_ir import axes, ir
 from weft.plan.memory_roles import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from weft.plan.plan import StepPlanner
@@ -185,7 +185,7 @@ def test_equal_layers_share_work_and_get_what_each_would_get_alone(
     monkeypatch.setattr(ir, "_FEWEST_SWEPT", 1)  # nodes of loops are made again as soon as nothing holds them
     monkeypatch.setattr(ir._Interned, "_sweeps_at", 1)
     monkeypatch.setattr(axes, "substitute_stores", _rebuilt)
-    monkeypatch.setattr(fuse, "substitute_stores", _rebuilt)
+    monkeypatch.setattr(fusion_group, "substitute_stores", _rebuilt)
     with weft.fake_world(WORLD):
         alone = StepPlanner(training_step(), batch()).predict("h200x8")
     assert alone.to_json() == planned.found.to_json()
