@@ -25,11 +25,11 @@ class ModulePath:
         finished: how often its forward returned a value. An exception can also end a forward, as checkpointing does.
     """
 
-    def __init__(self, state: ReachableState, is_made: Callable[[Any], bool] = lambda module: False) -> None:
+    def __init__(self, state: ReachableState) -> None:
         self.calls: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
         self._state = state
-        self._is_made = is_made
+        self._is_made: Callable[[Any], bool] = lambda module: False
         self._stack: list[str] = []
 
     def current(self) -> str:
@@ -37,10 +37,18 @@ class ModulePath:
         return self._stack[-1] if self._stack else ""
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """While active, calls of modules by this thread are followed."""
-        with torch_adapter.around_module_calls(self._enter, self._leave):
-            yield
+    def followed(self, is_made: Callable[[Any], bool]) -> Iterator[None]:
+        """While active, calls of modules by this thread are followed.
+
+        Args:
+            is_made: whether the step made a module.
+        """
+        before, self._is_made = self._is_made, is_made
+        try:
+            with torch_adapter.around_module_calls(self._enter, self._leave):
+                yield
+        finally:
+            self._is_made = before  # which may hold the capture; this object outlives it
 
     def _enter(self, module: torch.nn.Module) -> None:
         self.calls[id(module)] += 1

@@ -219,7 +219,7 @@ class _StepCapture:
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays or self.numpy_numbers)
         ids = Ids(lambda: self.met, self.made)
         self.outside = OutsideValues(self.recorder, self.state, remembering, ids, watched=watched, arrays=followed)
-        self.path = ModulePath(self.state, self._is_made)
+        self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
@@ -311,7 +311,7 @@ class _StepCapture:
             stack.enter_context(functional_collectives())
             stack.enter_context(wrapping_refused())
             stack.enter_context(self.outside.replaced())
-            stack.enter_context(self.path.followed())
+            stack.enter_context(self.path.followed(self._is_made))
             stack.enter_context(self.hooks.counted())
             stack.enter_context(self.sizes.watched())
             stack.enter_context(self.graphs.followed(*self.modes))
