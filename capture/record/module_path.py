@@ -17,6 +17,10 @@ from weft import torch_adapter
 from weft.capture.state.reachable_state import ReachableState
 
 
+def _made_nothing(module: Any) -> bool:
+    return False
+
+
 class ModulePath:
     """Follows the modules a step enters, by their dotted paths from the outermost one.
 
@@ -29,7 +33,7 @@ class ModulePath:
         self.calls: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
         self._state = state
-        self._is_made: Callable[[Any], bool] = lambda module: False
+        self._is_made = _made_nothing
         self._stack: list[str] = []
 
     def current(self) -> str:
@@ -37,7 +41,7 @@ class ModulePath:
         return self._stack[-1] if self._stack else ""
 
     @contextlib.contextmanager
-    def followed(self, is_made: Callable[[Any], bool]) -> Iterator[None]:
+    def followed(self, is_made: Callable[[Any], bool] = _made_nothing) -> Iterator[None]:
         """While active, calls of modules by this thread are followed.
 
         Args:
