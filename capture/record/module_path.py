@@ -33,7 +33,7 @@ class ModulePath:
         self.calls: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
         self._state = state
-        self._is_made = _made_nothing
+        self._is_made: Callable[[Any], bool] = _made_nothing
         self._stack: list[str] = []
 
     def current(self) -> str:
@@ -47,7 +47,8 @@ class ModulePath:
         Args:
             is_made: whether the step made a module.
         """
-        before, self._is_made = self._is_made, is_made
+        before = self._is_made
+        self._is_made = is_made
         try:
             with torch_adapter.around_module_calls(self._enter, self._leave):
                 yield
