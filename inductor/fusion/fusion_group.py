@@ -18,7 +18,7 @@ from weft.inductor.loop_ir.axes import (
     substitute_stores,
 )
 from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Store, Value, rewrite_stores
-from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renamed
+from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, renumbered
 from weft.inductor.lowering.lowered_step import Extern, Loop
 from weft.inductor.lowering.registry import convert, literal
 
@@ -182,12 +182,10 @@ def fused(
         dtypes: of their buffers in memory, by number; None for one that is not in memory as a tensor.
         needed: the numbers of the buffers that are stored.
     """
-    names = numbers(len(dtypes))
     stores: list[Store] = []
     known: dict[str, tuple[Index, Value]] = {}
     for form, common, substitution in parts:
-        own = dict(zip(names, [names[number] for number in common], strict=False))
-        moved = substitute_stores(renamed(form, own).stores, dict(substitution))
+        moved = substitute_stores(renumbered(form, common).stores, dict(substitution))
         for store in _forward_stores(moved, known):
             dtype = dtypes[number_of(store.buffer)]
             assert dtype is not None, "a nest stores to no tensor"

@@ -28,7 +28,7 @@ from weft.inductor.loop_ir.axes import (
     substitute_values,
 )
 from weft.inductor.loop_ir.ir import Call, Load, Nest, Reduce, Store, Value, map_values, rewrite_stores
-from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renamed
+from weft.inductor.loop_ir.numbering import Numbered, number_of, numbered, numbers, renumbered
 from weft.inductor.loop_ir.ops import OPS
 from weft.inductor.lowering.lowered_step import Loop, Lowered
 from weft.inductor.lowering.registry import convert, masked
@@ -178,15 +178,14 @@ def _inlined(
 
     Args:
         common: the numbers that the buffers of the producer have beside those of the nest.
-        dtypes: of these buffers; None for one that is not in memory as a tensor.
+        dtypes: of the buffers of both, by number; None for one that is not in memory as a tensor.
         alone: whether nobody else reads the producer's buffer.
     """
-    names = numbers(len(dtypes))
-    name = names[at]
+    name = numbers(len(dtypes))[at]
     cheap = _adds_no_traffic(producer, nest, name, [dtypes[number] for number in common])
     if not (cheap or (alone and _computes_once(producer, nest, name))):
         return None
-    moved = renamed(producer.nest, dict(zip(names, [names[number] for number in common], strict=False)))
+    moved = renumbered(producer.nest, common)
     dtype = dtypes[at]
     assert dtype is not None, "a nest stores to no tensor"
     taken = _substituted(nest, name, _Producer(moved, moved.stores[0], producer.cost), dtype)
@@ -195,9 +194,7 @@ def _inlined(
     return numbered(taken)
 
 
-def _adds_no_traffic(
-    producer: _Producer, nest: Nest, name: str, dtypes: Sequence[torch.dtype | None]
-) -> bool:
+def _adds_no_traffic(producer: _Producer, nest: Nest, name: str, dtypes: Sequence[torch.dtype | None]) -> bool:
     """Whether inlining reads no more bytes than the value itself has, and takes few instructions. ``dtypes`` are those
     of the producer's buffers."""
     if producer.cost > (_CHEAP if _computes_once(producer, nest, name) else _TRIVIAL):

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from weft.inductor.loop_ir.ir import Load, Nest, Store, Value, is_position, rewrite_stores
 
-_NAMES = [f"b{number}" for number in range(256)]
-
 
 class Numbered(NamedTuple):
     """A nest over numbered buffers, and the names that ``b0``, ``b1``, ... had."""
@@ -30,7 +28,7 @@ def numbered(nest: Nest) -> Numbered:
 
 def numbers(count: int) -> Sequence[str]:
     """The names of the first ``count`` numbered buffers."""
-    return _NAMES[:count] if count <= len(_NAMES) else [f"b{number}" for number in range(count)]
+    return [f"b{number}" for number in range(count)]
 
 
 def number_of(name: str) -> int:
@@ -43,6 +41,11 @@ def buffers_of(nest: Nest) -> list[str]:
     # Loads first, in the order of evaluation, then stores: the order depends on the nest alone, so equal nests agree
     # on it.
     return list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
+
+
+def renumbered(form: Nest, places: Sequence[int]) -> Nest:
+    """A numbered nest beside others: its buffer ``k`` has the number ``places[k]`` there."""
+    return renamed(form, {f"b{number}": f"b{place}" for number, place in enumerate(places)})
 
 
 def renamed(nest: Nest, names: Mapping[str, str]) -> Nest:

@@ -3,6 +3,10 @@
 A lowering is a function ``lower(out: Lowering, node: Node) -> bool | None`` registered for ATen operations with
 :func:`register_lowering`. It stores the node's results through ``out``. It returns False for a case that it does not
 support; the node then runs as its ATen kernel.
+
+Equal operations share their loops. So a lowering may depend on nothing but the arguments of the node, the layout, the
+base and the memory orders of its tensor operands, how an operand such as ``arange(6)`` was made from numbers, and the
+layout of the results: all that :mod:`weft.inductor.lowering.repeated_operations` compares.
 """
 
 from __future__ import annotations
