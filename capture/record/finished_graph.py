@@ -1,5 +1,5 @@
 """The StepGraph of a capture, with what its operations do not say: which results lie in the memory of inputs, and which
-inputs functions of the user's read by themselves.
+inputs the user's functions read by themselves.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def _name_memory(step: StepGraph) -> None:
 
 
 def _order_opaque_calls(step: StepGraph, tensors: Iterable[tuple[Node, torch.Tensor]]) -> None:
-    """Let opaque calls have those inputs as operands that the step writes only afterwards. They read them through the
+    """Give opaque calls those inputs as operands that the step writes only afterwards. The calls read them through the
     user's objects, so no program may write them before."""
+    opaque = [(node, node.target) for node in step.graph.nodes if isinstance(node.target, OpaqueCall)]
+    if not opaque:
+        return
     updated = {entry.name for entry, _ in step.updates()}
     for node in step.graph.nodes:  # where the step branches, what is written so far goes to memory
         updated |= {written.name for written, _ in node.kwargs.get("written", ())}
     later = [(node, tensor.untyped_storage()._cdata) for node, tensor in tensors if node.name in updated]
-    for node in step.graph.nodes:
-        if isinstance(node.target, OpaqueCall):
-            unwritten = node.target.snapshot.unwritten
-            node.args = (*node.args, *[read for read, storage in later if storage in unwritten])
+    for node, call in opaque:
+        node.args = (*node.args, *[read for read, storage in later if storage in call.snapshot.unwritten])
