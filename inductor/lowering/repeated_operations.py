@@ -2,9 +2,9 @@
 
 A lowering sees the arguments of an operation, how its tensor operands and what they are views of lie in memory, from
 which numbers an operand such as ``arange(6)`` was made, and the results. Two operations that agree in these have the
-same loops over other buffers, so the second takes those of the first. Nothing is shared
-where a lowering depends on anything else: on numbers of the step, which may change, or on a seed of random numbers, of
-which each operation has its own.
+same loops over other buffers, so the second takes those of the first. Nothing is shared where a lowering depends on
+anything else: on numbers of the step, which may change, or on a seed of random numbers, of which each operation has its
+own.
 """
 
 from __future__ import annotations

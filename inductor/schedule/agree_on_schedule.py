@@ -104,7 +104,8 @@ def _common_schedule(
     made: list[Schedule] = []
 
     def decide(held: Collection[int]) -> Decisions:
-        # What another rank returns can have a collective's result in it. No rank may leave that in the arena.
+        # Another rank may return a result that this one does not. A transport that leaves it in the arena would be
+        # supported here and not there.
         for at, node in enumerate(step.graph.nodes):
             if at in held:
                 node.meta["held"] = True

@@ -341,8 +341,8 @@ def _class_of(name: str) -> type[PeerCall] | None:
 
 
 def is_held(node: Node, escaped: Set[Node]) -> bool:
-    """Whether a result of a collective needs memory of its own, which a step leaves to its caller, of this rank or of
-    another (``meta["held"]``), or which is read by its storage.
+    """Whether a result of a collective must not lie in the arena: the caller of this rank holds it after the step, that
+    of another rank does (``meta["held"]``), or it is read by its storage.
 
     Args:
         escaped: see :func:`escaping`.
@@ -354,9 +354,9 @@ def is_held(node: Node, escaped: Set[Node]) -> bool:
 def unsupported_reason(step: StepGraph, node: Node, transport: str, escaped: Set[Node] | None = None) -> str | None:
     """Why ``transport`` does not support the collective that ``node`` starts, as a message; None if it does.
 
-    It looks at the graph only. What a rank alone returns is known to all ranks (``meta["held"]``), so all get the same
-    answer. Whether the ranks have peer access is another
-    question: see :func:`weft.inductor.transports.symmetric_memory.reachable`.
+    It looks at the graph only. Rank 0 knows which results any rank holds (``meta["held"]``), so all ranks support what
+    it chooses. Whether the ranks have peer access is another question: see
+    :func:`weft.inductor.transports.symmetric_memory.reachable`.
 
     Args:
         escaped: the result of :func:`escaping`, from callers that ask about many collectives of one step.
